@@ -37,6 +37,7 @@ WRITES = {
     "refit": 2,
     "distill": 2,
     "prune": 2,
+    "compose": 2,
     "swap-routers": 4,
     "extract": 3,
     "extract-lora": 3,
@@ -69,8 +70,13 @@ def models(
         )
         for path in (base, tuned["math"])
     }
+    dense = {
+        name: zoo.tiny_tokenizer(zoo.dense_llama(folder / name, seed=seed))
+        for seed, name in enumerate(["llama", "llama-math", "llama-code"])
+    }
     return {
         **fp8,
+        **dense,
         "allenai/OLMoE-1B-7B-0125": base,
         "Qwen/Qwen3-30B-A3B": base,
         "base": base,
@@ -153,6 +159,9 @@ def test_examples_of_help_run(verb: str, scratch: Path, models: dict[str, Path])
         config = (scratch / "examples" / f"{name}.yml").read_text(encoding="utf-8")
         block = "calibration: {data: {math: math.jsonl, code: code.jsonl}}\n"
         (scratch / f"{name}.yml").write_text(config.replace("steps: 300", "steps: 3") + block)
+    if verb == "compose":
+        page = (ROOT / "docs" / "compose.md").read_text(encoding="utf-8")
+        (scratch / "moe.yml").write_text(_BLOCK.findall(page)[0][1])
     if verb == "extract":
         models_of = "models: [{model: math, name: math}, {model: code, name: code}]"
         text = f"merge_method: emr\nbase_model: base\n{models_of}\ntasks: {{keep: emr}}\n"

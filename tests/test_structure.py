@@ -211,6 +211,7 @@ def test_settings_that_messages_advise_exist() -> None:
         api.refit,
         api.distill,
         api.prune,
+        api.compose,
         api.diagnose,
         api.merge,
         api.tune,

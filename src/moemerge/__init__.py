@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from moemerge.api import calibrate as calibrate
     from moemerge.api import collect_statistics as collect_statistics
+    from moemerge.api import compose as compose
     from moemerge.api import convert as convert
     from moemerge.api import diagnose as diagnose
     from moemerge.api import distill as distill
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from moemerge.checkpoint import Checkpoint as Checkpoint
     from moemerge.coefficients.settings import CoefficientSettings as CoefficientSettings
     from moemerge.collecting.settings import CollectingSettings as CollectingSettings
+    from moemerge.composing.settings import ComposeSettings as ComposeSettings
     from moemerge.config.settings import MergeSettings as MergeSettings
     from moemerge.data.settings import DataSettings as DataSettings
     from moemerge.diagnosis.settings import DiagnosisSettings as DiagnosisSettings
@@ -62,9 +64,9 @@ if TYPE_CHECKING:
 # The public names of each module.
 _PUBLIC = {
     "moemerge.api": (
-        "calibrate collect_statistics convert diagnose distill evaluate extract extract_lora "
-        "find_coefficients inspect load_config make_data merge prune refit run swap_routers tune "
-        "validate"
+        "calibrate collect_statistics compose convert diagnose distill evaluate extract "
+        "extract_lora find_coefficients inspect load_config make_data merge prune refit run "
+        "swap_routers tune validate"
     ),
     "moemerge.checkpoint": "Checkpoint",
     "moemerge.calibration.settings": "CalibrationSettings",
@@ -74,6 +76,7 @@ _PUBLIC = {
     "moemerge.pruning.settings": "PruneSettings",
     "moemerge.refitting.settings": "RefitSettings",
     "moemerge.collecting.settings": "CollectingSettings",
+    "moemerge.composing.settings": "ComposeSettings",
     "moemerge.config.settings": "MergeSettings",
     "moemerge.diagnosis.settings": "DiagnosisSettings",
     "moemerge.tuning.settings": "TuningSettings",

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moemerge.api.composing import compose as compose
     from moemerge.api.jobs import collect_statistics as collect_statistics
     from moemerge.api.jobs import convert as convert
     from moemerge.api.jobs import diagnose as diagnose
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from moemerge.api.repairs import refit as refit
 
 _PARTS = {
+    "composing": "compose",
     "jobs": (
         "collect_statistics convert diagnose evaluate extract extract_lora make_data swap_routers "
         "tune"

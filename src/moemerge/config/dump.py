@@ -27,7 +27,7 @@ from moemerge.data.settings import DataRecipe
 # Blocks that are written with their defaults, which a later version may change.
 _ALWAYS = tuple(repair.key for repair in REPAIRS)
 _FIRST = ("merge_method", "base_model")
-_FILES = ("data", "check", "statistics")  # whose values are file names
+_FILES = ("data", "base_data", "check", "statistics")  # whose values are file names
 
 
 def dump_config(config: RunConfig, *, absolute: bool = False) -> str:
@@ -45,7 +45,7 @@ def dump_document(data: Mapping[str, Any]) -> str:
     return text
 
 
-def config_data(config: RunConfig, *, absolute: bool = False) -> dict[str, Any]:
+def config_data(config: BaseModel, *, absolute: bool = False) -> dict[str, Any]:
     """Return the config as plain data, as a YAML or JSON file contains it."""
     data = _Writer(absolute).mapping(config)
     first = {key: data[key] for key in _FIRST if key in data}
@@ -71,7 +71,8 @@ class _Writer:
             if name == "coefficients" and self.absolute:
                 value = os.path.abspath(value)
             if name in _FILES and self.absolute:
-                value = {key: _absolute(text) for key, text in value.items()}
+                named = isinstance(value, Mapping)
+                value = {k: _absolute(t) for k, t in value.items()} if named else _absolute(value)
             result[name] = self.plain(value, full=full or name in _ALWAYS)
         return result
 

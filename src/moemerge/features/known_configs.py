@@ -56,3 +56,16 @@ def require_loadable(model: OpenModel) -> None:
         raise ArchitectureError(f"{where}: {error.message}", hint=error.hint) from error
     if filled is not None:
         check_config(filled, checkpoint.tensors, f"{where}, with the defaults of transformers")
+
+
+def parameter_names(config: Mapping[str, Any]) -> set[str] | None:
+    """Return the names in memory of a model's parameters; None if transformers lacks its class."""
+    import torch
+    import transformers
+
+    cls = getattr(transformers, str((config.get("architectures") or [None])[0]), None)
+    kind = str(config.get("model_type"))
+    if cls is None or kind not in transformers.CONFIG_MAPPING:
+        return None
+    with torch.device("meta"):
+        return set(cls(transformers.CONFIG_MAPPING[kind].from_dict(dict(config))).state_dict())

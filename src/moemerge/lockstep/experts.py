@@ -7,6 +7,7 @@ function over the kept experts, or the sum of the scores behind one expert.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.opened import OpenModel
-from moemerge.architectures.rules import Gate, Score
+from moemerge.architectures.rules import Gate, Score, look_up
+from moemerge.checkpoint.reader import AdaptedCheckpoint
 from moemerge.errors import ArchitectureError, DataError, MoeMergeError, UsageError
 from moemerge.registry import did_you_mean
 from moemerge.report.files import REPORT_NAME
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PRUNING = "pruning"  # the part of `moemerge prune` in a report
+# Config key of the number of multi-token-prediction layers, which are dropped.
+EXTRA_LAYERS = "num_nextn_predict_layers"
 EXPERTS = "experts"  # the key of the map in a report
 # The largest log-probability of one sigmoid: several may sum up to more than 1.
 LARGEST_LOG_SIGMOID = -1e-6
@@ -239,3 +243,33 @@ def _by_rows(
 
 def _width(tensor: Tensor) -> int:
     return tensor.shape[-1] if tensor.dim() > 1 and tensor.shape[0] > 1 else 1
+
+
+# --- configs ------------------------------------------------------------------------------------
+
+
+def config_with_experts(model: OpenModel, count: int) -> dict[str, Any]:
+    """Return config.json with another number of experts, without layers that are never run."""
+    if isinstance(model.checkpoint, AdaptedCheckpoint):
+        config = copy.deepcopy(dict(model.checkpoint.config))
+    else:
+        config = read_object(model.checkpoint.path / "config.json")
+    architecture = model.architecture
+    text = config
+    for part in architecture.layer_key.section:
+        text = text[part]
+    family, before = architecture.family, architecture.num_experts
+    assert family is not None
+    for path in family.expert_counts:
+        *sections, key = path.split(".")
+        owner = look_up(text, ".".join(sections)) if sections else text
+        if not isinstance(owner, dict) or key not in owner:
+            continue
+        value = owner[key]
+        if isinstance(value, list):
+            owner[key] = [count if v == before else v for v in value]
+        elif value == before:
+            owner[key] = count
+    if text.get(EXTRA_LAYERS):
+        text[EXTRA_LAYERS] = 0
+    return config

@@ -36,6 +36,7 @@ from moemerge.runtime.progress import counted
 from moemerge.version import __version__
 
 TUNING = "tuning"  # the part of a fine-tuning in a report
+COMPOSITION = "composition"  # the part of `moemerge compose`
 
 
 def output_files(
@@ -50,7 +51,7 @@ def output_files(
     # The parts of repairs that this one may follow are kept.
     keys = [repair.key for repair in REPAIRS]
     own = report.repair.key
-    before = ("merge", TUNING, PRUNING, *keys[: keys.index(own)])
+    before = ("merge", COMPOSITION, TUNING, PRUNING, *keys[: keys.index(own)])
     parts = {**{name: earlier.get(name) for name in before}, own: report.to_json()}
     card = _card(folder / CARD_NAME, earlier, report, config, flags if whole else None)
     # No config prunes: the report and the card describe it.

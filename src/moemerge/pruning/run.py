@@ -19,12 +19,12 @@ from moemerge.config.models import ModelLike
 from moemerge.errors import ArchitectureError, DataError, UsageError
 from moemerge.features.known_configs import require_loadable
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
-from moemerge.lockstep.experts import PRUNING
+from moemerge.lockstep.experts import PRUNING, config_with_experts
 from moemerge.lockstep.inputs import JobText, read_text, settings_data
 from moemerge.lockstep.models import require_calibratable
 from moemerge.pruning.scores import LayerScores, score_experts
 from moemerge.pruning.settings import PruneSettings
-from moemerge.pruning.slicing import require_sliceable, sliced_config, sliced_tensors
+from moemerge.pruning.slicing import require_sliceable, sliced_tensors
 from moemerge.report.files import (
     CARD_NAME,
     CONFIG_NAME,
@@ -275,7 +275,7 @@ def _write(job: PruneJob, kept: Mapping[int, Sequence[int]], report: PruneReport
     ) as writer:
         with thread_pool(COPIERS, "moemerge-prune") as pool:
             list(pool.map(lambda tensor: tensor.write(model, writer), tensors))
-        config = json.dumps(sliced_config(model, job.count), indent=2) + "\n"
+        config = json.dumps(config_with_experts(model, job.count), indent=2) + "\n"
         added = {
             "config.json": config.encode(),
             REPORT_NAME: report_bytes(report_document(__version__, **{PRUNING: report.to_json()})),

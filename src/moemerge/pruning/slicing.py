@@ -5,16 +5,14 @@ Stored tensors are copied in their own format, so a quantised model keeps its co
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import ROUTING_ROLES, Role
-from moemerge.architectures.rules import look_up
 from moemerge.checkpoint import CheckpointWriter
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.reader import AdaptedCheckpoint
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 
 Kept = Mapping[int, Sequence[int]]  # the kept experts of each layer with a router, ascending
 COPY_BYTES = 64 * 2**20
-# Config key of the number of multi-token-prediction layers, which are dropped.
-EXTRA_LAYERS = "num_nextn_predict_layers"
 
 
 @dataclass(frozen=True)
@@ -178,30 +174,3 @@ def require_sliceable(model: OpenModel) -> None:
             "change",
             hint="dequantise it first, and prune that",
         )
-
-
-def sliced_config(model: OpenModel, count: int) -> dict[str, Any]:
-    """Return config.json with the new number of experts."""
-    if isinstance(model.checkpoint, AdaptedCheckpoint):
-        config = copy.deepcopy(dict(model.checkpoint.config))
-    else:
-        config = read_object(model.checkpoint.path / "config.json")
-    architecture = model.architecture
-    text = config
-    for part in architecture.layer_key.section:
-        text = text[part]
-    family, before = architecture.family, architecture.num_experts
-    assert family is not None
-    for path in family.expert_counts:
-        *sections, key = path.split(".")
-        owner = look_up(text, ".".join(sections)) if sections else text
-        if not isinstance(owner, dict) or key not in owner:
-            continue
-        value = owner[key]
-        if isinstance(value, list):
-            owner[key] = [count if v == before else v for v in value]
-        elif value == before:
-            owner[key] = count
-    if text.get(EXTRA_LAYERS):
-        text[EXTRA_LAYERS] = 0
-    return config

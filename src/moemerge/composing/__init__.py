@@ -1,0 +1,1 @@
+"""Compose MoE models of dense ones, and add experts to MoE models."""

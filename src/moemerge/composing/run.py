@@ -1,0 +1,247 @@
+"""Compose a MoE: compute the routers and copy the tensors."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moemerge.architectures.opened import OpenModel, open_model
+from moemerge.checkpoint import CheckpointPatch, CheckpointWriter, TensorInfo, parse_size
+from moemerge.checkpoint.output import temporary_sibling
+from moemerge.composing.fit import FitDomain, fit_routers
+from moemerge.composing.gates import (
+    embedded_rows,
+    hidden_rows,
+    random_rows,
+    similar_experts,
+    tokenize_prompts,
+)
+from moemerge.composing.job import ComposeJob, prepare
+from moemerge.composing.report import ComposeReport, compose_card
+from moemerge.composing.settings import ComposeConfig, ComposeSettings
+from moemerge.composing.tensors import ComposedTensor
+from moemerge.config.dump import config_data, dump_document
+from moemerge.errors import ConfigError
+from moemerge.features.settings import StreamSettings, forward_dtype
+from moemerge.lockstep.inputs import settings_data
+from moemerge.lockstep.output_files import COMPOSITION
+from moemerge.report.files import (
+    CARD_NAME,
+    CONFIG_NAME,
+    REPORT_NAME,
+    report_bytes,
+    report_document,
+)
+from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.process import thread_pool
+from moemerge.runtime.progress import Progress
+from moemerge.runtime.ranks import own_device
+from moemerge.text.domains import TextSettings, load_domain
+from moemerge.text.rows import TextSource
+from moemerge.text.tokens import load_tokenizer
+from moemerge.version import __version__
+
+COPIERS = 4  # threads that copy tensors
+
+
+def run_compose(
+    config: ComposeConfig,
+    out: Path,
+    settings: ComposeSettings,
+    progress: Progress,
+    donor: Path | None = None,
+) -> ComposeReport:
+    """Compose the model into `out`, which appears complete or not at all."""
+    start = time.perf_counter()
+    job = prepare(config, out, settings, donor)
+    if config.gate_mode == "fit":
+        return _run_fit(job, start, progress)
+    gates = _gates(job, progress)
+    report = _report(job, _notices(job, gates))
+    return _write(job, out, gates, report, start, progress)
+
+
+def _run_fit(job: ComposeJob, start: float, progress: Progress) -> ComposeReport:
+    """Compose next to OUT, fit the routers of that model, and move it to OUT."""
+    domains = _domains(job)
+    notices = [notice for one in domains for notice in one.domain.notices]
+    with temporary_sibling(job.out) as folder:
+        place = folder / "composed"
+        _write(job, place, _start(job), _report(job, ()), start, progress)
+        model = open_model("composed", place)
+        fitted = fit_routers(model, domains, job.old, _stream(job, model), progress)
+        report = _report(job, tuple(dict.fromkeys(notices)))
+        report = replace(report, routers=fitted.rows, seconds=time.perf_counter() - start)
+        # Unchanged shards are linked: the other name disappears with the folder.
+        with CheckpointPatch(
+            model.checkpoint,
+            job.out,
+            overwrite=job.settings.overwrite,
+            link=True,
+            inputs=job.folders,
+        ) as patch:
+            for name, weight in fitted.weights.items():
+                patch.write(name, weight)
+            for name, data in _own_files(job, report).items():
+                patch.add_bytes(name, data)
+            patch.commit()
+    return report
+
+
+def _domains(job: ComposeJob) -> list[FitDomain]:
+    """Read the text of every expert; experts with the same text are one domain."""
+    tokenizer = load_tokenizer(job.parts.base.checkpoint.tokenizer_folder)
+    bounds = TextSettings.of(job.settings)
+    found: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for number, entry in enumerate(job.config.experts):
+        found[entry.data or entry.positive_prompts].append(job.old + number)
+    if len(found) == 1 and len(job.config.experts) > 1:
+        raise ConfigError("all experts have the same text, so routers cannot tell them apart")
+    domains = []
+    for key, experts in found.items():
+        name = f"expert {', '.join(map(str, experts))}"
+        files = job.config.experts[experts[0] - job.old].data is not None
+        texts: Sequence[TextSource] = key if files else [{"text": text} for text in key]
+        domains.append(FitDomain(load_domain(name, texts, tokenizer, bounds), tuple(experts)))
+    if job.config.base_data is not None:
+        base = load_domain("base", job.config.base_data, tokenizer, bounds)
+        domains.append(FitDomain(base, ()))
+    return domains
+
+
+def _stream(job: ComposeJob, model: OpenModel) -> StreamSettings:
+    device = own_device(resolve_device(job.settings.device))
+    dtype = forward_dtype(job.settings.dtype, model, device)
+    return StreamSettings(device, dtype, job.settings.offload)
+
+
+def _start(job: ComposeJob) -> dict[int, Tensor]:
+    """Return the rows that a fit starts from: the base's own, and zeros."""
+    return {layer: _with_old(job, layer, infos) for layer, infos in job.routers.items()}
+
+
+def _with_old(
+    job: ComposeJob, layer: int, infos: Sequence[TensorInfo], new: Tensor | None = None
+) -> Tensor:
+    """Return the base's own rows of a router, followed by new ones or zeros."""
+    rows = torch.zeros(sum(info.rows for info in infos), infos[0].shape[1])
+    if job.old:
+        rows[: job.old] = job.parts.base.checkpoint.read(infos[0].name)
+    if new is not None:
+        rows[job.old :] = new
+    return rows
+
+
+def _gates(job: ComposeJob, progress: Progress) -> dict[int, Tensor]:
+    """Return the rows of every layer's router; the gate of a shared expert is the last row."""
+    routers, mode = job.routers, job.config.gate_mode
+    base, layers = job.parts.base, list(routers)
+    if mode == "random":
+        infos = routers[layers[0]]
+        rows = sum(info.rows for info in infos) - job.old
+        drawn = random_rows(layers, rows, infos[0].shape[1], job.settings.seed)
+        return {n: _with_old(job, n, routers[n], drawn[n]) for n in layers}
+    shared = job.config.shared_experts if job.shared_gate else ()
+    prompts = tokenize_prompts(base, (*job.config.experts, *shared))
+    if mode == "cheap_embed":
+        return embedded_rows(base, prompts, layers)
+    return hidden_rows(base, prompts, layers, _stream(job, base), progress)
+
+
+def _notices(job: ComposeJob, gates: Mapping[int, Tensor]) -> tuple[str, ...]:
+    count = len(job.parts.experts)
+    if job.config.gate_mode == "random" or count == 1:
+        return ()
+    layers = similar_experts({layer: rows[:count] for layer, rows in gates.items()})
+    if not layers:
+        return ()
+    listed = "all layers" if len(layers) == len(gates) else f"layers {', '.join(map(str, layers))}"
+    return (f"two experts have almost the same router row in {listed}: use prompts that differ",)
+
+
+def _report(job: ComposeJob, notices: tuple[str, ...]) -> ComposeReport:
+    infos = [tensor.info for tensor in job.tensors]
+    attention = job.config.attention or {}
+    return ComposeReport(
+        base=job.parts.base.label,
+        experts=tuple(expert.label for expert in job.parts.experts),
+        shared_expert=job.parts.shared[0].label if job.parts.shared else None,
+        architecture=str(job.model_config["model_type"]),
+        gate_mode=job.config.gate_mode,
+        experts_per_token=job.top_k,
+        added_to=job.old,
+        attention=attention.get("merge_method"),
+        settings=settings_data(job.settings),
+        output=str(job.out),
+        output_tensors=len(infos),
+        output_bytes=sum(info.nbytes for info in infos),
+        output_parameters=sum(info.nbytes // info.dtype.itemsize for info in infos),
+        dtypes=tuple(sorted({str(info.dtype) for info in infos})),
+        notices=(*([job.target.notice] if job.target and job.target.notice else []), *notices),
+    )
+
+
+def _write(
+    job: ComposeJob,
+    out: Path,
+    gates: Mapping[int, Tensor],
+    report: ComposeReport,
+    start: float,
+    progress: Progress,
+) -> ComposeReport:
+    with CheckpointWriter(
+        out,
+        [tensor.info for tensor in job.tensors],
+        shard_bytes=parse_size(job.settings.out_shard_size),
+        overwrite=job.settings.overwrite,
+        inputs=job.folders,
+    ) as writer:
+        _copy(job, writer, gates, progress)
+        report = replace(report, seconds=time.perf_counter() - start)
+        # Tokenizer and generation config are the base's.
+        for name, path in job.parts.base.checkpoint.companions().items():
+            writer.add_file(path, name)
+        for name, data in _own_files(job, report).items():
+            writer.add_bytes(name, data)
+        for model in job.parts.models:
+            model.checkpoint.require_unchanged()
+        writer.commit()
+    return report
+
+
+def _copy(
+    job: ComposeJob, writer: CheckpointWriter, gates: Mapping[int, Tensor], progress: Progress
+) -> None:
+    for layer, infos in job.routers.items():
+        parts = torch.split(gates[layer], [info.rows for info in infos])
+        for info, rows in zip(infos, parts, strict=True):
+            writer.write(info.name, rows.to(info.dtype.torch))
+    copied = [tensor for tensor in job.tensors if tensor.copies]
+    progress.start("composing", sum(tensor.info.nbytes for tensor in copied), unit="B")
+
+    def write(tensor: ComposedTensor) -> None:
+        tensor.write(writer)
+        progress.advance(tensor.info.nbytes)
+
+    with thread_pool(COPIERS, "moemerge-compose") as pool:
+        list(pool.map(write, copied))
+    progress.finish()
+
+
+def _own_files(job: ComposeJob, report: ComposeReport) -> dict[str, bytes]:
+    """Return the two configs, the report and the model card."""
+    config = dump_document(config_data(job.config, absolute=True))
+    document = report_document(__version__, **{COMPOSITION: report.to_json()})
+    return {
+        "config.json": (json.dumps(dict(job.model_config), indent=2) + "\n").encode(),
+        CONFIG_NAME: config.encode(),
+        CARD_NAME: compose_card(report, config, job.settings).encode(),
+        REPORT_NAME: report_bytes(document),
+    }
