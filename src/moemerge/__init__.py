@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from moemerge.api import swap_routers as swap_routers
     from moemerge.api import tune as tune
     from moemerge.api import validate as validate
+    from moemerge.api import verify as verify
     from moemerge.calibration.settings import CalibrationSettings as CalibrationSettings
     from moemerge.checkpoint import Checkpoint as Checkpoint
     from moemerge.coefficients.settings import CoefficientSettings as CoefficientSettings
@@ -66,7 +67,7 @@ _PUBLIC = {
     "moemerge.api": (
         "calibrate collect_statistics compose convert diagnose distill evaluate extract "
         "extract_lora find_coefficients inspect load_config make_data merge prune refit run "
-        "swap_routers tune validate"
+        "swap_routers tune validate verify"
     ),
     "moemerge.checkpoint": "Checkpoint",
     "moemerge.calibration.settings": "CalibrationSettings",

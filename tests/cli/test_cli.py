@@ -185,6 +185,19 @@ def test_inspect_and_ls(models):
     assert len(families) >= len(zoo.FAMILIES)
 
 
+def test_inspect_verifies_checksums(config, tmp_path):
+    out = tmp_path / "out"
+    moemerge("merge", config, out)
+    sound = moemerge("inspect", out, "--verify")
+    assert (sound.returncode, sound.stderr) == (0, "")
+    assert "files as written" in sound.stdout
+    (out / "config.json").write_text("{}")
+    refused(moemerge("inspect", out, "--verify"), 3, "changed: config.json")
+    shown = moemerge("inspect", out, "--verify", "--json")
+    assert (shown.returncode, json.loads(shown.stdout)["changed"]) == (3, ["config.json"])
+    refused(moemerge("inspect", tmp_path, "--verify"), 3, "moemerge_report.json is missing")
+
+
 def test_the_command_line_ends_with_what_the_error_says(models):
     with pytest.raises(MoeMergeError) as caught:
         api.inspect(models[0] / "nowhere")

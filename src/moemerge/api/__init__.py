@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from moemerge.api.listing import list_methods as list_methods
     from moemerge.api.listing import list_wrappers as list_wrappers
     from moemerge.api.listing import load_plugin as load_plugin
+    from moemerge.api.listing import verify as verify
     from moemerge.api.merging import find_coefficients as find_coefficients
     from moemerge.api.merging import load_config as load_config
     from moemerge.api.merging import merge as merge
@@ -38,7 +39,9 @@ _PARTS = {
         "collect_statistics convert diagnose evaluate extract extract_lora make_data swap_routers "
         "tune"
     ),
-    "listing": "config_schema inspect list_architectures list_methods list_wrappers load_plugin",
+    "listing": (
+        "config_schema inspect list_architectures list_methods list_wrappers load_plugin verify"
+    ),
     "merging": "find_coefficients load_config merge run validate",
     "pruning": "prune",
     "repairs": "calibrate distill refit",

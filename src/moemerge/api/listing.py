@@ -14,12 +14,23 @@ from moemerge.checkpoint import Checkpoint
 from moemerge.config.parameters import REQUIRED, BasePolicy, MethodSchema, WrapperSchema
 from moemerge.errors import UsageError
 from moemerge.registry import add_plugin
+from moemerge.runtime.checksums import Verification, verify_checksums
 
 
 def inspect(model: str | Path) -> Description:
     """Describe a model folder or hub model from its headers."""
     checkpoint = Checkpoint.open(model)
     return describe(checkpoint.config, checkpoint.tensors)
+
+
+def verify(folder: str | Path) -> Verification:
+    """Compare the files of a folder that moemerge has written with the checksums in its report."""
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise UsageError(
+            f"{folder} is not a folder", hint="name a folder that moemerge has written"
+        )
+    return verify_checksums(path)
 
 
 def config_schema() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import BinaryIO, Final
 from moemerge.checkpoint.folder import CARRIED_FOLDERS, is_companion, is_weights
 from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
+from moemerge.runtime.checksums import add_checksums
 from moemerge.runtime.devices import free_disk
 from moemerge.runtime.files import lock_folder, sync_folder
 from moemerge.runtime.outputs import check_name
@@ -256,9 +257,13 @@ class OutputFolder:
                 os.close(lock)
 
     def commit(self) -> None:
-        """Rename into place. With `overwrite`, delete the old folder after the rename."""
+        """Add checksums to the report and rename into place.
+
+        With `overwrite`, delete the old folder after the rename.
+        """
         aside: list[Path] = []
         with writing(self.out):
+            add_checksums(self.path)
             sync_folder(self.path)
             try:
                 self._put_into_place(aside)

@@ -16,6 +16,7 @@ from moemerge.evaluation.report import EvaluationReport
 from moemerge.generation.engine import Finish
 from moemerge.generation.run import Answer
 from moemerge.report.files import CARD_NAME
+from moemerge.runtime.checksums import update_checksum
 from moemerge.runtime.files import write_whole
 from moemerge.runtime.progress import counted
 
@@ -152,6 +153,7 @@ def write_cards(report: EvaluationReport) -> list[Path]:
         path = Path(os.path.expanduser(model)) / CARD_NAME
         text = path.read_text("utf-8") if path.exists() else f"# {name}\n"
         write_whole(path, with_index(text, model_index(report, name)).encode())
+        update_checksum(path)
         written.append(path)
     return written
 

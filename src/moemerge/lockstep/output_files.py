@@ -31,6 +31,7 @@ from moemerge.report.files import (
     report_document,
 )
 from moemerge.report.words import with_error
+from moemerge.runtime.checksums import update_checksum
 from moemerge.runtime.files import read_file, read_object, read_utf8, write_whole
 from moemerge.runtime.progress import counted
 from moemerge.version import __version__
@@ -185,6 +186,7 @@ def add_diagnosis(report: RepairReport, figures: Mapping[str, Any]) -> None:
     at = len(card) if at < 0 else at + 1
     table = "\n".join(diagnosis_table(figures, report.repair.card_holdout))
     write_whole(path, f"{card[:at].rstrip(chr(10))}\n\n{table}\n\n{card[at:]}".encode())
+    update_checksum(path)
 
 
 def diagnosis_table(figures: Mapping[str, Any], rows: str) -> list[str]:

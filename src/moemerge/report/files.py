@@ -11,9 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from moemerge.runtime.checksums import REPORT_NAME as REPORT_NAME
+from moemerge.runtime.checksums import report_bytes as report_bytes
 from moemerge.runtime.files import write_whole
 
-REPORT_NAME = "moemerge_report.json"
 CONFIG_NAME = "moemerge_config.yml"
 CARD_NAME = "README.md"
 
@@ -25,11 +26,6 @@ def report_document(version: str, **parts: dict[str, Any] | None) -> dict[str, A
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **{name: part for name, part in parts.items() if part is not None},
     }
-
-
-def report_bytes(document: dict[str, Any]) -> bytes:
-    # allow_nan=False: NaN is not valid JSON.
-    return (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 CARD = """---

@@ -1,0 +1,89 @@
+"""The report of an output holds checksums of its files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import moemerge
+import zoo
+from moemerge.errors import CheckpointError
+from moemerge.runtime import checksums
+from moemerge.runtime.checksums import REPORT_NAME, add_checksums, update_checksum
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checksums")
+    model = zoo.build("olmoe", folder / "model", shard_size="40KB")
+    zoo.tiny_tokenizer(model)
+    config = {"merge_method": "passthrough", "models": [{"model": str(model)}]}
+    moemerge.merge(config, folder / "out", out_shard_size="100KB")
+    return folder / "out"
+
+
+def test_every_file_is_covered(merged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {p.relative_to(merged).as_posix() for p in merged.rglob("*")} - {REPORT_NAME}
+    assert len([name for name in names if name.endswith(".safetensors")]) > 2
+    stored = json.loads((merged / REPORT_NAME).read_text())["checksums"]
+    assert set(stored) == names == set(moemerge.verify(merged).same)
+    data = (merged / "config.json").read_bytes()
+    assert stored["config.json"] == {"bytes": len(data), "crc32": [f"{zlib.crc32(data):08x}"]}
+    monkeypatch.setattr(checksums, "PART_BYTES", 1000)
+    monkeypatch.setattr(checksums, "_BLOCK", 300)
+    parts = [f"{zlib.crc32(data[at : at + 1000]):08x}" for at in range(0, len(data), 1000)]
+    assert checksums._sums(merged, ["config.json"])["config.json"]["crc32"] == parts
+
+
+def flip(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[1]
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (flip, r"changed: model-00002-of-\d+.safetensors"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "missing: tokenizer.json"),
+        (lambda folder: (folder / "modeling_x.py").touch(), "added: modeling_x.py"),
+    ],
+)
+def test_verify_names_what_differs(
+    merged: Path, tmp_path: Path, change: Callable[[Path], object], message: str
+) -> None:
+    folder = Path(shutil.copytree(merged, tmp_path / "copy"))
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "x").touch()  # hidden files are not part of the model
+    assert not moemerge.verify(folder).differences
+    change(folder)
+    assert re.fullmatch(message, moemerge.verify(folder).differences)
+
+
+def test_a_repair_and_a_new_card_update_the_checksums(merged: Path, tmp_path: Path) -> None:
+    moemerge.swap_routers(merged, merged, tmp_path / "swapped")
+    assert not moemerge.verify(tmp_path / "swapped").differences
+    folder = Path(shutil.copytree(merged, tmp_path / "copy"))
+    (folder / "README.md").write_text("other")
+    update_checksum(folder / "README.md")
+    assert not moemerge.verify(folder).differences
+
+
+@pytest.mark.parametrize("content", ["[]", '{"moemerge": "0"}', '{"checksums": {}}', "{"])
+def test_folders_without_checksums_are_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / REPORT_NAME).write_text(content)
+    with pytest.raises(CheckpointError, match=REPORT_NAME):
+        moemerge.verify(tmp_path)
+
+
+def test_a_report_of_another_tool_stays(tmp_path: Path) -> None:
+    (tmp_path / REPORT_NAME).write_text('{"moemerge": NaN}')
+    add_checksums(tmp_path)
+    assert (tmp_path / REPORT_NAME).read_text() == '{"moemerge": NaN}'
