@@ -318,6 +318,9 @@ def test_few_tokens_are_told(case_of: CaseOf, tmp_path: Path) -> None:
         tokens = report.totals["tokens"][name]
         wanted = f"{name}: {tokens} tokens are few for routers of width {zoo.HIDDEN}"
         assert any(notice.startswith(wanted) for notice in report.notices)
+    # The exact objective has no damping, and needs more.
+    report = case.calibrate(tmp_path / "exact", objective="exact", measure=False)
+    assert sum("may be worse than the merge" in n for n in report.notices) == len(case.sources)
 
 
 def test_a_rise_on_rows_held_out_is_told() -> None:
