@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # Two workers: the suite is sized for two cores, and torch runs one thread in each.
 JOBS ?= 2
 
-.PHONY: demo test lint typecheck imports rooms unit slow docs fuzz fuzz-parsers faults versions clean
+.PHONY: demo test lint typecheck imports rooms unit slow docs fuzz fuzz-parsers faults coverage versions clean
 
 # The demo needs the package and its report page; development needs every extra.
 $(DEMO_STAMP): pyproject.toml constraints.txt
@@ -73,6 +73,12 @@ faults: $(STAMP)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.kills --count $(KILLS)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.limits
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.power_loss
+
+# Branch coverage of src by the fast tests, the least covered files first; half an hour.
+coverage: $(STAMP)
+	$(PIP) coverage
+	OMP_NUM_THREADS=1 $(BIN)/coverage run --branch --source=src/moemerge -m pytest -m "not slow"
+	$(BIN)/coverage report --sort=cover
 
 # The fast tests with the oldest supported releases and with the newest: docs/compatibility.md.
 versions:

@@ -134,12 +134,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verb", choices=list(verbs.VERBS), action="append")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no kill after this time")
+    parser.add_argument("--corpus", type=Path, help="folder of the corpus, built if missing")
     arguments = parser.parse_args()
     names = arguments.verb or list(verbs.VERBS)
     harness.warm_up()
     with tempfile.TemporaryDirectory(prefix="kills-") as scratch:
-        where = Path(scratch) / "corpus"
-        corpus.build(where)
+        where = arguments.corpus or Path(scratch) / "corpus"
+        if not where.exists():
+            corpus.build(where)
         killer = Killer(where, Path(scratch), arguments.seed)
         begun = time.monotonic()
         for number in range(arguments.count):
