@@ -179,8 +179,8 @@ def links_in_the_way(folder: Path, rng: random.Random) -> list[str]:
 
 def other_kinds_of_files(folder: Path, rng: random.Random) -> list[str]:
     """Replace a file by a folder, a pipe, a device, a socket, a link to nowhere, or nothing."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    path = rng.choice([path for path in files if path.relative_to(folder).parts[0] != "expected"])
+    name = any_command(rng)
+    path = rng.choice([p for p in (folder / one for one in inputs_of(name, folder)) if p.is_file()])
     path.unlink()
     what = rng.randrange(8)
     if what == 0:
@@ -203,7 +203,7 @@ def other_kinds_of_files(folder: Path, rng: random.Random) -> list[str]:
         path.write_bytes(b"")
     elif what == 6:
         path.symlink_to(folder / rng.choice(INPUTS))
-    return command(any_command(rng))
+    return command(name)
 
 
 KEYS: Mapping[str, tuple[Any, ...]] = {
@@ -267,24 +267,25 @@ NUMBERS = (float("nan"), float("inf"), -float("inf"), 3e38, 1e30, 1e20, 1e-45, 0
 
 def extreme_weights(folder: Path, rng: random.Random) -> list[str]:
     """Put NaN, infinities, zeros or extreme numbers into tensors, so that features overflow."""
-    file = folder / rng.choice(
-        ("code/model.safetensors", "merged/model.safetensors", "base/model.safetensors",
-         "math/model-00001-of-00002.safetensors", "shared/model.safetensors")
-    )  # fmt: skip
+    name = any_command(rng)
+    weights = [p for p in inputs_of(name, folder) if p.endswith(".safetensors")]
+    if not weights:
+        return extreme_weights(folder, rng)
+    file = folder / rng.choice(weights)
     header, body = mutations.split_safetensors(file.read_bytes())
     values = bytearray(body)
     names = [name for name in header if name != "__metadata__"]
     wanted = rng.choice(("gate.weight", "norm", "experts", "embed", "lm_head", "q_proj", ""))
     chosen = [name for name in names if wanted in name] or names
     number = struct.pack("<f", rng.choice(NUMBERS))
-    for name in chosen if rng.random() < 0.3 else [rng.choice(chosen)]:
-        begin, end = header[name]["data_offsets"]
+    for tensor in chosen if rng.random() < 0.3 else [rng.choice(chosen)]:
+        begin, end = header[tensor]["data_offsets"]
         if rng.random() < 0.5:
             values[begin:end] = number * ((end - begin) // 4)
         else:
             values[begin : begin + 4] = number
     file.write_bytes(mutations.join_safetensors(mutations.as_json(header), bytes(values)))
-    return command(any_command(rng))
+    return command(name)
 
 
 SAME = "out-same"  # an OUT that must be what the valid files produce, if it is accepted
