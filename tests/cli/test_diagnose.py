@@ -16,6 +16,7 @@ import zoo
 from calibration import cases
 from moemerge.cli.app import app
 from moemerge.cli.routing_table import bar, diagnosis_report
+from moemerge.errors import CheckpointError
 
 
 @pytest.fixture(scope="session")
@@ -149,9 +150,16 @@ def test_calibrate_writes_a_page_of_before_and_after(case: cases.Case, tmp_path:
     assert not (tmp_path / "b").exists()
 
 
-def test_a_page_that_fails_leaves_the_calibrated_model(case: cases.Case, tmp_path: Path) -> None:
+def test_a_page_that_fails_leaves_the_calibrated_model(
+    case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("plotly")
-    page, out = tmp_path / f"{'x' * 250}.html", tmp_path / "out"  # no room for a temporary name
+    page, out = tmp_path / "page.html", tmp_path / "out"
+
+    def full(*_: object, **__: object) -> None:
+        raise CheckpointError(f"{page} cannot be written: No space left on device")
+
+    monkeypatch.setattr("moemerge.diagnosis.page.write_page", full)
     result = moemerge("calibrate", case.merged, out, *flags(case), "--report", page)
     assert result.exit_code == 3
     told = f"{out} is written and whole, but not the page {page}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers.activations import ACT2CLS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -22,6 +23,7 @@ from moemerge.features.known_configs import (
     fill_config,
     require_loadable,
 )
+from moemerge.features.loading import build_skeleton
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,12 @@ def test_what_a_config_class_rejects_is_refused(
     monkeypatch.setattr(model.checkpoint, "config", config)
     with pytest.raises(ArchitectureError, match=r"config.json: transformers cannot read it"):
         require_loadable(model)
+
+
+def test_no_model_is_built_from_a_config_that_contradicts_its_tensors(
+    zoo_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_model("m", zoo_folder("olmoe")).checkpoint
+    monkeypatch.setattr(checkpoint, "config", {**checkpoint.config, "num_experts_per_tok": 99})
+    with pytest.raises(ArchitectureError, match="num_experts_per_tok"):
+        build_skeleton(checkpoint, torch.float32)

@@ -277,7 +277,10 @@ def check_output(folder: Path, out: Path, arguments: Sequence[str]) -> None:
 
     logging.set_verbosity_error()
     tensors = zoo.tensors(out)
+    copies = arguments[0] == "swap-routers"  # everything but the routers, unread
     for name, tensor in tensors.items():
+        if copies and ".gate." not in name:
+            continue
         if tensor.is_floating_point() and not tensor.float().isfinite().all():
             raise SystemExit(f"{name} is not finite")
     for name, tensor in expected(folder, arguments).items():

@@ -157,7 +157,8 @@ def deliver_json(value: Any, target: str) -> None:
 def is_stream(path: Path) -> bool:
     """Return whether this is a pipe or a device, also if it is redirected to a file."""
     device = path.absolute().parent in (Path("/dev"), Path("/dev/fd"))
-    return device or (path.exists() and not path.is_file() and not path.is_dir())
+    # With a name that is too long, `Path.exists` raises.
+    return device or (os.path.exists(path) and not path.is_file() and not path.is_dir())
 
 
 # Seconds between two lines of progress if stderr is not a terminal.

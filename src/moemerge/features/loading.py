@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
+from moemerge.architectures.config_check import check_config
 from moemerge.architectures.rules import CONFIG_HINT
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, CheckpointError, library_errors
@@ -39,7 +40,11 @@ from moemerge.features.compat import (
 
 
 def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model with all parameters on meta. Buffers are real: some are not on disk."""
+    """Return the model with all parameters on meta. Buffers are real: some are not on disk.
+
+    Raises ArchitectureError if config.json contradicts the tensors.
+    """
+    check_config(checkpoint.config, checkpoint.tensors, str(checkpoint.path / "config.json"))
     config = _model_config(checkpoint)
     if getattr(config, "quantization_config", None) is not None:
         if checkpoint.quantisation is None:

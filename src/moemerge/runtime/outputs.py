@@ -17,6 +17,7 @@ from typing import Final
 from moemerge.errors import CheckpointError, UsageError
 from moemerge.runtime.files import open_plain
 
+LONGEST_NAME: Final = 220  # bytes; a hidden name next to it has up to 30 more, of at most 255
 _BEGINNING: Final = 4096  # bytes that are read to recognise a file
 
 
@@ -87,7 +88,7 @@ def check_output_file(
 
 
 def check_name(out: Path) -> None:
-    """Refuse a name that cannot be written into a report."""
+    """Refuse a name that cannot be written into a report, or is too long."""
     for name in (str(out), os.path.realpath(out)):
         try:
             name.encode()
@@ -96,6 +97,20 @@ def check_name(out: Path) -> None:
                 f"the output {os.fsencode(name)!r} has a name that is not UTF-8",
                 hint="reports cannot contain it; choose another name",
             ) from None
+    if len(os.fsencode(os.path.basename(os.path.realpath(out)))) > LONGEST_NAME:
+        raise CheckpointError(
+            f"the output {out.name[:40]}... has a name of more than {LONGEST_NAME} bytes",
+            hint="temporary files need some more; choose a shorter name",
+        )
+    try:
+        os.lstat(out)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:  # a path that is too long, a loop of links
+        raise CheckpointError(
+            f"the output {str(out)[:200]} cannot be used: {error.strerror}",
+            hint="choose another output",
+        ) from error
 
 
 def check_apart(out: Path, inputs: Iterable[object], what: str = "the output") -> None:
