@@ -160,17 +160,17 @@ LEFT = (
 
 def links_in_the_way(folder: Path, rng: random.Random) -> list[str]:
     """Put links to inputs at the names that a job writes."""
+    name = rng.choice(("evaluate", "perplexity", writing_command(rng)))
     for _ in range(rng.choice((1, 1, 3))):
         place = folder / rng.choice(LEFT)
         if os.path.lexists(place) or any(parent.is_symlink() for parent in place.parents):
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
-        target = folder / rng.choice(INPUTS)
+        target = folder / rng.choice(inputs_of(name, folder))
         if rng.random() < 0.8 or target.is_dir():
             place.symlink_to(target)
         else:
             os.link(target, place)
-    name = rng.choice(("evaluate", "perplexity", writing_command(rng)))
     return [*command(name), *(["--overwrite"] if rng.random() < 0.5 else [])]
 
 
