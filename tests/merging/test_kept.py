@@ -166,6 +166,12 @@ def test_another_base_and_parts_of_another_model_are_refused(folder, tmp_path):
     moemerge.merge(settings, shared, device="cpu")
     with pytest.raises(CheckpointError, match="not the base of this merge"):
         moemerge.extract(shared, "math", tmp_path / "x", base=folder / "code")
+    weights = shared / "model.safetensors"
+    whole = weights.read_bytes()
+    shutil.copy(folder / "code" / "model.safetensors", weights)
+    with pytest.raises(CheckpointError, match="was changed after the merge"):
+        moemerge.extract(shared, "math", tmp_path / "x")
+    weights.write_bytes(whole)
     kept = shared / "moemerge_tasks"
     shutil.copy(kept / "1" / "model.safetensors", kept / "0" / "model.safetensors")
     with pytest.raises(CheckpointError, match="not what this merge wrote"):

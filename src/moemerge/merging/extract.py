@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import Unit
 from moemerge.checkpoint import Checkpoint, CheckpointPatch, check_output, require_space
-from moemerge.checkpoint.folder import SINGLE
+from moemerge.checkpoint.folder import SINGLE, is_weights
 from moemerge.checkpoint.output import KEPT_FOLDER
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.config.documents import KeptDocument, parse_document
@@ -29,6 +29,7 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
+from moemerge.runtime.checksums import CHECKSUMS, verify_checksums
 from moemerge.runtime.files import file_digest, read_object
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.progress import Progress
@@ -124,7 +125,7 @@ def _require_base(kept: KeptDocument, base: OpenModel) -> None:
 def _require_parts(
     shared: OpenModel, manifest: Mapping[str, Any], file: Path, digest: str | None
 ) -> None:
-    """Refuse parts of another model or merge, and changed ones."""
+    """Refuse parts of another model or merge, changed ones, and changed merged weights."""
     report = shared.checkpoint.path / REPORT_NAME
     merge = read_object(report).get("merge") if report.exists() else None
     stated = merge.get("tasks") if isinstance(merge, dict) else None
@@ -133,6 +134,15 @@ def _require_parts(
             f"{file.parent} is not what this merge wrote: it is of another model, or was changed",
             hint="restore it, or make the merge again",
         )
+    if report.exists() and CHECKSUMS in read_object(report):
+        files = verify_checksums(shared.checkpoint.path).changed
+        changed = [name for name in files if is_weights(name) and "/" not in name]
+        if changed:
+            raise CheckpointError(
+                f"{shared.checkpoint.path / changed[0]} was changed after the merge, so the masks "
+                "and residuals of its models do not fit it",
+                hint="restore it, or make the merge again",
+            )
 
 
 def _companions(checkpoint: Checkpoint, report: ExtractReport) -> dict[str, bytes]:
