@@ -15,8 +15,10 @@ from moemerge.config.parameters import REQUIRED, BasePolicy, MethodSchema, Wrapp
 from moemerge.errors import UsageError
 from moemerge.registry import add_plugin
 from moemerge.runtime.checksums import Verification, verify_checksums
+from moemerge.runtime.process import paused_collector
 
 
+@paused_collector()
 def inspect(model: str | Path) -> Description:
     """Describe a model folder or hub model from its headers."""
     checkpoint = Checkpoint.open(model)

@@ -114,6 +114,13 @@ class Architecture:
         model_type = inner or outer or (family.model_type if family else None)
         return cls(config, tensors, family=family, section=section, model_type=model_type)
 
+    def describes(self, config: Mapping[str, Any], tensors: Mapping[str, Header]) -> bool:
+        """Return whether this is the structure of another model's config and headers."""
+        own = self._tensors
+        if self.config != config or own.keys() != tensors.keys():
+            return False
+        return all(own[name].shape == header.shape for name, header in tensors.items())
+
     def _check_against_tensors(self) -> None:
         """Refuse a config that counts more layers or experts than there are tensors."""
         layers = {named.layer for named in self._named.values() if named.layer is not None}
@@ -281,6 +288,14 @@ class Architecture:
             for piece in pieces
         )
 
+    @cached_property
+    def units_by_tensor(self) -> Mapping[str, tuple[Unit, ...]]:
+        return {name: self.units(name) for name in self._tensors}
+
+    @cached_property
+    def units_by_key(self) -> Mapping[str, Unit]:
+        return {unit.key: unit for units in self.units_by_tensor.values() for unit in units}
+
     def role(self, name: str) -> Role:
         """Return the tensor's role in the model."""
         return self._of(name).role
@@ -289,13 +304,17 @@ class Architecture:
         """Return the tensor's name in the family's original spelling, the same in every layout."""
         return self._of(name).key
 
+    def expert_of(self, name: str) -> int | None:
+        """Return the expert of a tensor that belongs to one expert alone, or None."""
+        return self._of(name).expert
+
     def layer_of(self, name: str) -> int | None:
         """Return the decoder layer of a tensor, or None."""
         return self._of(name).layer
 
     def at_layer(self, name: str, layer: int) -> str:
         """Return the tensor's name in another decoder layer; unchanged outside the layers."""
-        return names.with_layer(name, layer) if self._of(name).layer is not None else name
+        return name if self._of(name).layer in (layer, None) else names.with_layer(name, layer)
 
     def is_stack(self, name: str) -> bool:
         """Return whether the tensor holds the projections of several experts."""

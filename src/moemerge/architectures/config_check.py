@@ -60,14 +60,16 @@ def check_config(
     *,
     others: Mapping[str, Mapping[str, Any]] | None = None,
     hint: str = CONFIG_HINT,
+    like: Architecture | None = None,
 ) -> None:
     """Raise ArchitectureError if `config` does not fit `tensors`, or differs from `others`.
 
     `where` names the file in the message. `others` are configs of models with the same tensors, by
-    label. Models outside the family table pass.
+    label. Models outside the family table pass. `like` is used if it describes the same model.
     """
     try:
-        architecture = Architecture.of(config, tensors)
+        same = like is not None and like.describes(config, tensors)
+        architecture = like if like and same else Architecture.of(config, tensors)
     except ArchitectureError as error:
         raise ArchitectureError(f"{where}: {error.message}", hint=hint) from error
     if architecture.family is None and architecture.model_type not in DENSE:
@@ -218,11 +220,12 @@ def _attention_faults(architecture: Architecture, tensors: Mapping[str, Header])
     uneven = family is not None and family.model_type in _OTHER_HEAD_FAMILIES
     if uneven or any(_OTHER_HEAD_SIZES.search(key) for key in text):
         return
-    recurrent = {architecture.layer_of(name) for name in tensors if _RECURRENT.search(name)}
+    others = [name for name in tensors if architecture.role(name) is not Role.EXPERT]
+    recurrent = {architecture.layer_of(name) for name in others if _RECURRENT.search(name)}
     heads = _Heads.of(text, architecture.hidden_size)
     sizes = {} if heads is None else heads.sizes(text)
-    for name, header in tensors.items():
-        layer = architecture.layer_of(name)
+    for name in others:
+        layer, header = architecture.layer_of(name), tensors[name]
         if layer is None or layer in recurrent or len(header.shape) != 2:
             continue
         found = _PROJECTION.search(architecture.key(name))
@@ -244,6 +247,8 @@ def _attention_faults(architecture: Architecture, tensors: Mapping[str, Header])
 def _width_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:
     """Compare the widths of experts and dense layers with the tensors."""
     for name, header in tensors.items():
+        if architecture.expert_of(name):
+            continue  # the first expert of a layer is enough: all have the same shapes
         layer = architecture.layer_of(name)
         if layer is None or layer >= architecture.num_layers or len(header.shape) < 2:
             continue

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.rules import CONFIG_HINT
 from moemerge.checkpoint import Checkpoint
-from moemerge.checkpoint.reader import as_ref
+from moemerge.checkpoint.reader import Structure, as_ref
 from moemerge.config.models import ModelRef
 from moemerge.errors import ArchitectureError
 
@@ -41,12 +42,19 @@ class OpenModel:
             )
 
 
+# Models with one structure share its description.
+_ARCHITECTURES: WeakKeyDictionary[Structure, Architecture] = WeakKeyDictionary()
+
+
 def open_model(name: str, ref: str | Path | ModelRef) -> OpenModel:
     """Read a model's headers. A LoRA is part of the model it is applied to."""
     model = as_ref(ref)
     plain = Checkpoint.open(replace(model, lora=None, lora_revision=None))
+    architecture = _ARCHITECTURES.get(plain.structure)
     try:
-        architecture = Architecture.of(plain.config, plain.tensors)
+        if architecture is None:
+            architecture = Architecture.of(plain.config, plain.tensors)
+            _ARCHITECTURES[plain.structure] = architecture
     except ArchitectureError as error:
         plain.close()
         raise ArchitectureError(f"{model}: {error.message}", hint=error.hint) from error

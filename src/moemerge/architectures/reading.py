@@ -156,7 +156,7 @@ class NameReader:
         return Role.SHARED_EXPERT if name.startswith(family.shared) else None
 
 
-_FLOAT8 = ("float8_e4m3", "float8_e5m2")
+_FLOAT8 = {dtype for dtype in Dtype if str(dtype).startswith(("float8_e4m3", "float8_e5m2"))}
 _QUANTISED_ENDS = {
     "_blocks": "MXFP4 blocks",
     "weight_scale_inv": "block-scaled weights",
@@ -175,8 +175,14 @@ def find_quantised(
         section = config.get("quantization_config")
         if isinstance(section, Mapping):
             return f"quantization_config: {_describe_method(section)}"
-    descriptions = (_quantised_tensor(name, header) for name, header in tensors.items())
-    return next((description for description in descriptions if description), None)
+    ends = tuple(_QUANTISED_ENDS)
+    for name, header in tensors.items():
+        if header.dtype in _FLOAT8:
+            return f"{header.dtype} tensors ({name})"
+        if name.endswith(ends):
+            end = next(end for end in _QUANTISED_ENDS if name.endswith(end))
+            return f"{_QUANTISED_ENDS[end]} ({name})"
+    return None
 
 
 def _describe_method(section: Mapping[str, Any]) -> str:
@@ -188,12 +194,3 @@ def _describe_method(section: Mapping[str, Any]) -> str:
     ]
     method = str(section.get("quant_method", "unnamed method"))
     return ", ".join([method, *(name for name in named if isinstance(name, str))])
-
-
-def _quantised_tensor(name: str, header: Header) -> str | None:
-    if str(header.dtype).startswith(_FLOAT8):
-        return f"{header.dtype} tensors ({name})"
-    for end, description in _QUANTISED_ENDS.items():
-        if name.endswith(end):
-            return f"{description} ({name})"
-    return None

@@ -209,12 +209,11 @@ class _PatchedCopy:
         file = self._source.file_of(name)
         if not isinstance(file, SafetensorsFile):
             raise AssertionError("a patched copy has safetensors files alone")
-        stored = file.stored[name]
         data = as_bytes(tensor.detach().cpu().contiguous())
         with writing(self._out), self._lock:
             self._check_open()
             fd = self._submit(file).result()
-            offset = stored.offset + row * stored.info.row_bytes
+            offset = file.header.offsets[name] + row * file.tensors[name].row_bytes
             done = 0
             while done < len(data):
                 done += os.pwrite(fd, data[done:], offset + done)

@@ -7,14 +7,16 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakValueDictionary
 
 from moemerge.checkpoint.adapter import open_adapter
 from moemerge.checkpoint.folder import TensorFile, companion_files, config_hint, open_folder
 from moemerge.checkpoint.locate import locate
 from moemerge.checkpoint.lora import LoraChanges
-from moemerge.checkpoint.quantised.recognise import recognise, without_sections
+from moemerge.checkpoint.quantised.recognise import Quantisation, recognise, without_sections
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo, format_size
@@ -30,6 +32,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SAMPLE_BYTES: Final = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """What config and headers determine. Open models with equal ones share it."""
+
+    tensors: Mapping[str, TensorInfo]
+    quantisation: Quantisation | None
+
+
+_STRUCTURES: WeakValueDictionary[tuple[object, ...], Structure] = WeakValueDictionary()
 
 
 class Checkpoint(Mapping[str, "Tensor"]):
@@ -51,8 +64,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
         except BaseException:
             Checkpoint.close(self)
             raise
-        files, size = len(self.files), format_size(self.total_bytes)
-        logger.info("opened %s: %d tensors in %d files, %s", self.label, len(self), files, size)
+        if logger.isEnabledFor(logging.INFO):
+            files, size = len(self.files), format_size(self.total_bytes)
+            logger.info("opened %s: %d tensors in %d files, %s", self.label, len(self), files, size)
 
     def require_unchanged(self) -> None:
         """Raise if a file was changed after it was opened."""
@@ -65,23 +79,35 @@ class Checkpoint(Mapping[str, "Tensor"]):
                 )
 
     def _find_quantised(self) -> None:
-        stored = {name: file.tensors[name] for name, file in self._file_of.items()}
-        self.tensors: Mapping[str, TensorInfo] = stored
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: file.tensors[name] for name, file in self._file_of.items()
+        }
+        headers = [file.header for file in self.files if isinstance(file, SafetensorsFile)]
+        key = (json.dumps(self.config), *headers)
+        structure = _STRUCTURES.get(key) if len(headers) == len(self.files) else None
+        if structure is None:
+            structure = self._read_structure()
+            # compressed-tensors stores shapes as tensors, which headers do not show.
+            if structure.quantisation is None or structure.quantisation.method in ("fp8", "mxfp4"):
+                _STRUCTURES[key] = structure
+        self.structure = structure
+        self.tensors, self.quantisation = structure.tensors, structure.quantisation
+        if self.quantisation is not None:
+            self.config = without_sections(self.config)
+
+    def _read_structure(self) -> Structure:
+        stored = self.tensors
         try:
-            self.quantisation = recognise(
-                self.config, stored, lambda name: self.stored(name).tolist()
-            )
+            quantisation = recognise(self.config, stored, lambda name: self.stored(name).tolist())
         except CheckpointError as error:
             raise CheckpointError(f"{self.label}: {error.message}", hint=error.hint) from error
-        if self.quantisation is None:
-            return
-        self.config = without_sections(self.config)
+        if quantisation is None:
+            return Structure(stored, None)
         # Each unit replaces its codes; its other parts are hidden.
-        units = self.quantisation.units.values()
-        unit_of = {unit.codes.name: unit for unit in units}
-        hidden = {part.name for unit in units for part in unit.parts} - unit_of.keys()
+        unit_of = {unit.codes.name: unit for unit in quantisation.units.values()}
+        hidden = quantisation.stored - unit_of.keys()
         seen = (unit_of.get(name, info) for name, info in stored.items() if name not in hidden)
-        self.tensors = {info.name: info for info in seen}
+        return Structure({info.name: info for info in seen}, quantisation)
 
     @classmethod
     def open(cls, ref: str | Path | ModelRef) -> Checkpoint:
@@ -184,7 +210,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @property
     def total_bytes(self) -> int:
         """Return the bytes of all tensors on disk."""
-        return sum(info.stored_bytes for info in self.tensors.values())
+        return sum(file.tensors[name].nbytes for name, file in self._file_of.items())
 
     @property
     def folders(self) -> tuple[Path, ...]:

@@ -7,6 +7,7 @@ memory map counts as resident memory, so a merge would appear to hold all its in
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -36,19 +37,22 @@ METADATA: Final = "__metadata__"
 MAX_NAME_LENGTH: Final = 1024
 MOST_TENSORS: Final = 250_000  # the largest known models have 210,000, in many files
 MOST_ELEMENTS: Final = 2**63 - 1  # torch's limit
+_ENTRY: Final = {"dtype", "shape", "data_offsets"}
+_INT: Final = {int}
 REPLACE_FILE: Final = "the file is damaged or was not fully downloaded; fetch it again"
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor's header and its `offset` from the start of the file."""
+@dataclass(frozen=True, eq=False)
+class FileHeader:
+    """The checked header of a file, with its tensors in the order of their bytes."""
 
-    info: TensorInfo
-    offset: int
+    tensors: Mapping[str, TensorInfo]
+    offsets: Mapping[str, int]  # from the start of the file
+    metadata: Mapping[str, str]
 
 
 class SafetensorsFile:
-    """An open file, with its tensors in the order of their bytes. Reading is thread-safe."""
+    """An open file. Reading is thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,11 +60,11 @@ class SafetensorsFile:
         self._closer = weakref.finalize(self, os.close, self._fd)
         try:
             self.size = os.fstat(self._fd).st_size
-            self.stored, self.metadata = read_header(self._fd, self.size, path)
+            self.header = read_header(self._fd, self.size, path)
         except BaseException:
             self.close()
             raise
-        self.tensors: Mapping[str, TensorInfo] = {n: s.info for n, s in self.stored.items()}
+        self.tensors, self.metadata = self.header.tensors, self.header.metadata
 
     def close(self) -> None:
         self._closer()
@@ -69,8 +73,7 @@ class SafetensorsFile:
         self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Read a tensor or a range of its leading-axis rows, into new memory or into `out`."""
-        stored = self.stored[name]
-        info = stored.info
+        info = self.tensors[name]
         shape = info.block_shape(rows)
         if out is None:
             out = torch.empty(shape, dtype=info.dtype.torch)
@@ -79,29 +82,30 @@ class SafetensorsFile:
                 f"a buffer of {list(out.shape)} {out.dtype} was given for {name!r}, "
                 f"which is {list(shape)} {info.dtype} and contiguous"
             )
-        offset = stored.offset + (rows[0] * info.row_bytes if rows else 0)
+        offset = self.header.offsets[name] + (rows[0] * info.row_bytes if rows else 0)
         self._fill(as_bytes(out), offset, name)
         return out
 
     def read_elements(self, name: str, start: int, out: memoryview) -> None:
         """Fill the bytes `out` with the tensor's elements from `start` on."""
-        stored = self.stored[name]
-        self._fill(out, stored.offset + start * stored.info.dtype.itemsize, name)
+        offset = self.header.offsets[name] + start * self.tensors[name].dtype.itemsize
+        self._fill(out, offset, name)
 
     def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
         """Advise the system that a tensor will be read soon. Does not wait."""
-        stored = self.stored[name]
-        first, stop = rows if rows is not None else (0, stored.info.rows)
-        begin, length = stored.info.row_bytes * first, stored.info.row_bytes * (stop - first)
+        info = self.tensors[name]
+        first, stop = rows if rows is not None else (0, info.rows)
+        begin = self.header.offsets[name] + info.row_bytes * first
         if hasattr(os, "posix_fadvise") and self._closer.alive:
-            os.posix_fadvise(self._fd, stored.offset + begin, length, os.POSIX_FADV_WILLNEED)
+            length = info.row_bytes * (stop - first)
+            os.posix_fadvise(self._fd, begin, length, os.POSIX_FADV_WILLNEED)
 
     def sample(self, name: str, limit: int) -> bytes:
         """Return at most `limit` bytes from the middle of a tensor."""
-        stored = self.stored[name]
-        count = min(limit, stored.info.nbytes)
+        nbytes = self.tensors[name].nbytes
+        count = min(limit, nbytes)
         buffer = bytearray(count)
-        self._fill(memoryview(buffer), stored.offset + (stored.info.nbytes - count) // 2, name)
+        self._fill(memoryview(buffer), self.header.offsets[name] + (nbytes - count) // 2, name)
         return bytes(buffer)
 
     def _fill(self, buffer: memoryview, offset: int, name: str) -> None:
@@ -137,21 +141,31 @@ def _open(path: Path) -> int:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}", hint=hint) from error
 
 
-def read_header(
-    fd: int, size: int, path: Path
-) -> tuple[dict[str, StoredTensor], Mapping[str, str]]:
+# Headers in use. Fine-tunes of one model often have equal headers, which are then read once.
+_HEADERS: weakref.WeakValueDictionary[tuple[bytes, int], FileHeader] = weakref.WeakValueDictionary()
+
+
+def read_header(fd: int, size: int, path: Path) -> FileHeader:
     """Parse and check the header of an open file of `size` bytes."""
-    length = _header_length(fd, size, path)
-    raw = os.pread(fd, length, LENGTH_BYTES)
+    raw = os.pread(fd, _header_length(fd, size, path), LENGTH_BYTES)
+    key = hashlib.sha256(raw).digest(), size
+    header = _HEADERS.get(key)
+    if header is None:
+        header = _HEADERS[key] = _parse_header(raw, size, path)
+    return header
+
+
+def _parse_header(raw: bytes, size: int, path: Path) -> FileHeader:
     if (count := raw.count(b'"data_offsets"')) > MOST_TENSORS:
         raise CheckpointError(
             f"{path} has {count} tensors, at most {MOST_TENSORS} are read from one file",
             hint="save the model in several shards",
         )
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
-        if b"\\ud" in raw.lower():  # lone surrogates, which cannot be encoded
-            json.dumps(header, ensure_ascii=False).encode()
+        header = json.loads(raw.decode("utf-8"))
+        if b"\\" in raw or raw.count(b'"') != _expected_quotes(header):
+            header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+            json.dumps(header, ensure_ascii=False).encode()  # fails for lone surrogates
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: the header is not valid JSON: {error}", hint=REPLACE_FILE
@@ -162,11 +176,16 @@ def read_header(
             hint=REPLACE_FILE,
         )
     metadata = _metadata(header.pop(METADATA, {}), path)
-    start = LENGTH_BYTES + length
-    entries = [_entry(name, entry, path) for name, entry in header.items()]
+    start = LENGTH_BYTES + len(raw)
+    known: dict[tuple[str | int, ...], TensorInfo] = {}
+    entries = [_entry(name, entry, path, known) for name, entry in header.items()]
     entries.sort(key=lambda e: (e[1], e[2]))
     _check_coverage(entries, size - start, path)
-    return {info.name: StoredTensor(info, start + begin) for info, begin, _ in entries}, metadata
+    return FileHeader(
+        {info.name: info for info, _, _ in entries},
+        {info.name: start + begin for info, begin, _ in entries},
+        metadata,
+    )
 
 
 def _header_length(fd: int, size: int, path: Path) -> int:
@@ -189,6 +208,16 @@ def _header_length(fd: int, size: int, path: Path) -> int:
     return int(length)
 
 
+def _expected_quotes(header: object) -> int:
+    """Return the quotation marks of an ordinary header in which no name occurs twice."""
+    if not isinstance(header, dict):
+        return 0
+    metadata = header.get(METADATA)
+    if not isinstance(metadata, dict):
+        return 10 * len(header)  # a name, three keys and a dtype for each tensor
+    return 10 * (len(header) - 1) + 2 + 4 * len(metadata)
+
+
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
@@ -206,9 +235,14 @@ def _metadata(value: object, path: Path) -> Mapping[str, str]:
     )
 
 
-def _entry(name: str, entry: object, path: Path) -> tuple[TensorInfo, int, int]:
-    """Parse one tensor's header entry to (info, begin, end), relative to the start of the data."""
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+def _entry(
+    name: str, entry: object, path: Path, known: dict[tuple[str | int, ...], TensorInfo]
+) -> tuple[TensorInfo, int, int]:
+    """Parse one tensor's header entry to (info, begin, end), relative to the start of the data.
+
+    `known` has a tensor of each dtype and shape, because thousands of tensors share a few.
+    """
+    if not isinstance(entry, dict) or not entry.keys() >= _ENTRY:
         raise CheckpointError(
             f"{path}: tensor {name!r} has the header entry {str(entry)[:80]}, "
             "expected dtype, shape and data_offsets",
@@ -232,6 +266,20 @@ def _entry(name: str, entry: object, path: Path) -> tuple[TensorInfo, int, int]:
             "expected lists of non-negative integers, two of them for the offsets",
             hint=REPLACE_FILE,
         )
+    like = known.get((dtype, *shape))
+    if like is None:
+        like = known[dtype, *shape] = _first_of_kind(name, dtype, shape, path)
+    begin, end = offsets
+    if end - begin != like.nbytes:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} of shape {shape} and dtype {dtype} needs {like.nbytes} "
+            f"bytes, but its offsets {begin}:{end} hold {end - begin}",
+            hint=REPLACE_FILE,
+        )
+    return TensorInfo(name, like.dtype, like.shape, like.nbytes), begin, end
+
+
+def _first_of_kind(name: str, dtype: str, shape: list[int], path: Path) -> TensorInfo:
     if not _is_countable(shape):
         raise CheckpointError(
             f"{path}: tensor {name!r} has shape {shape!r}, whose axes multiply to more than "
@@ -239,20 +287,12 @@ def _entry(name: str, entry: object, path: Path) -> tuple[TensorInfo, int, int]:
             hint=REPLACE_FILE,
         )
     kind = DTYPE_OF[dtype]
-    info = TensorInfo.of(name, kind, [*shape[:-1], shape[-1] // kind.pack] if shape else [])
-    begin, end = offsets
-    if end - begin != info.nbytes:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} of shape {shape} and dtype {dtype} needs {info.nbytes} "
-            f"bytes, but its offsets {begin}:{end} hold {end - begin}",
-            hint=REPLACE_FILE,
-        )
-    return info, begin, end
+    return TensorInfo.of(name, kind, [*shape[:-1], shape[-1] // kind.pack] if shape else [])
 
 
 def _are_counts(values: object) -> bool:
     # `type` because a bool is an int
-    return type(values) is list and all(type(value) is int and value >= 0 for value in values)
+    return type(values) is list and {*map(type, values)} <= _INT and min(values, default=0) >= 0
 
 
 def _is_countable(shape: list[int]) -> bool:

@@ -259,6 +259,7 @@ class ParameterReader:
         self._scopes = scopes
         self._override = override
         self._chains: dict[tuple[int, str | None, str], tuple[ParameterValue, ...]] = {}
+        self._unfiltered: dict[tuple[int, str | None, float], dict[str, Scalar | None]] = {}
         # The branches that decided, of every list of filters that was evaluated (by its id).
         self.decided: dict[int, set[int]] = {}
 
@@ -267,15 +268,22 @@ class ParameterReader:
         tensor: TensorContext,
         model: str | None = None,
         fallback: Mapping[str, Scalar] | None = None,
-    ) -> dict[str, Scalar | None]:
+    ) -> Mapping[str, Scalar | None]:
         """Return all per-model parameters of a model for one tensor, by their YAML names.
 
         Without a model, return all parameters of the whole method. `fallback` replaces a missing
         default.
         """
-        wanted = (p for p in self.schema.parameters if p.per_model == (model is not None))
+        key = (tensor.slice_index, model, tensor.t)
+        if fallback is None and key in self._unfiltered:
+            return self._unfiltered[key]
+        wanted = [p for p in self.schema.parameters if p.per_model == (model is not None)]
         last = fallback or {}
-        return {p.name: self.value(p, tensor, model, last.get(p.name)) for p in wanted}
+        values = {p.name: self.value(p, tensor, model, last.get(p.name)) for p in wanted}
+        chains = (self._chains[tensor.slice_index, model, p.name] for p in wanted)
+        if fallback is None and not any(isinstance(v, Conditional) for c in chains for v in c):
+            self._unfiltered[key] = values  # the same for every tensor
+        return values
 
     def value(
         self,

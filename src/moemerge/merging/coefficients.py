@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moemerge.architectures.layout import projection_of
@@ -24,7 +25,7 @@ from moemerge.runtime.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-UnitParameters = dict[str, Scalar | None]
+UnitParameters = Mapping[str, Scalar | None]
 
 
 class Weighing:
@@ -67,8 +68,8 @@ class Weighing:
         values = reader.values(tensor, model, {WEIGHT: 1.0})
         weight = values[WEIGHT]
         assert isinstance(weight, int | float)
-        values[WEIGHT] = self._checked(reader, float(weight) * coefficient, (model, place))
-        return values, 1.0
+        product = self._checked(reader, float(weight) * coefficient, (model, place))
+        return {**values, WEIGHT: product}, 1.0
 
     def _neurons(self, model: str, unit: Unit) -> NeuronScale | None:
         """Return the scale of a unit with labelled neurons, or None."""

@@ -30,12 +30,11 @@ class UnitIndex:
 
     @cached_property
     def by_tensor(self) -> Mapping[str, tuple[Unit, ...]]:
-        architecture = self.model.architecture
-        return {name: architecture.units(name) for name in self.model.checkpoint.tensors}
+        return self.model.architecture.units_by_tensor
 
     @cached_property
     def by_key(self) -> Mapping[str, Unit]:
-        return {unit.key: unit for units in self.by_tensor.values() for unit in units}
+        return self.model.architecture.units_by_key
 
     @cached_property
     def head(self) -> Unit | None:
@@ -179,36 +178,37 @@ class Destinations:
         offset = 0
         for i, merge_slice in enumerate(slices):
             reference = self.reference(merge_slice)
-            by_layer = self._by_layer(reference.name)
+            by_layer = self._by_layer[reference.name]
             ranges = {m.name: self._layers(m) for m in merge_slice.models}
             length = len(ranges[reference.name])
             for n in range(length):
                 layers = {name: numbers[n] for name, numbers in ranges.items()}
                 t = n / (length - 1) if length > 1 else 1.0
                 destination = Destination(i, t, layers, offset + n)
-                for name in by_layer.get(layers[reference.name], ()):
+                for name in by_layer[layers[reference.name]]:
                     yield reference.name, name, destination
             offset += length
         yield from self._outside(last.name, len(slices) - 1, last=True)
         yield from self._beyond(last.name, len(slices) - 1, offset)
 
-    def _by_layer(self, model: str) -> dict[int, list[str]]:
-        architecture = self.index[model].model.architecture
-        by_layer: dict[int, list[str]] = defaultdict(list)
-        for name in self.index[model].by_tensor:
-            layer = architecture.layer_of(name)
-            if layer is not None:
-                by_layer[layer].append(name)
-        return by_layer
+    @cached_property
+    def _by_layer(self) -> dict[str, dict[int | None, list[str]]]:
+        """Return each reference model's tensors by layer; None: outside the layers."""
+        models = {self.reference(merge_slice).name for merge_slice in self.merge.slices}
+        by_layer = {model: defaultdict[int | None, list[str]](list) for model in models}
+        for model, tensors in by_layer.items():
+            layer_of = self.index[model].model.architecture.layer_of
+            for name in self.index[model].by_tensor:
+                tensors[layer_of(name)].append(name)
+        return dict(by_layer)
 
     def _outside(
         self, model: str, slice_index: int, *, last: bool
     ) -> Iterator[tuple[str, str, Destination]]:
         """Yield tensors outside the layers. As in mergekit, gradients use their first value."""
-        architecture = self.index[model].model.architecture
-        for name, units in self.index[model].by_tensor.items():
-            outside = architecture.layer_of(name) is None
-            if outside and any(u.role in (Role.HEAD, Role.NORM) for u in units) == last:
+        for name in self._by_layer[model][None]:
+            units = self.index[model].by_tensor[name]
+            if any(u.role in (Role.HEAD, Role.NORM) for u in units) == last:
                 yield model, name, Destination(slice_index, 0.0, {}, None)
 
     def _beyond(
@@ -216,12 +216,11 @@ class Destinations:
     ) -> Iterator[tuple[str, str, Destination]]:
         """Yield the extra prediction layers, which follow the last layer."""
         count = self.index[model].model.architecture.num_layers
-        for layer, names in sorted(self._by_layer(model).items()):
-            if layer < count:
-                continue
+        tensors = self._by_layer[model]
+        for layer in sorted(n for n in tensors if n is not None and n >= count):
             layers = {
                 m.name: layer - count + self.index[m.name].model.architecture.num_layers
                 for m in self.merge.slices[slice_index].models
             }
-            for name in names:
+            for name in tensors[layer]:
                 yield model, name, Destination(slice_index, 0.0, layers, offset + layer - count)

@@ -78,8 +78,9 @@ class UnitMerge:
     @property
     def elementwise(self) -> bool:
         """Return whether elements are independent. Wrappers need whole units."""
-        scaled = any(isinstance(source.scale, NeuronScale) for source in self.inputs)
-        return self.method.elementwise and not (self.wraps or self.whole or scaled)
+        if not self.method.elementwise or self.wraps or self.whole:
+            return False
+        return not any(isinstance(source.scale, NeuronScale) for source in self.inputs)
 
     @property
     def reads(self) -> tuple[UnitInput, ...]:
@@ -143,8 +144,9 @@ def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[Mer
 
 
 def _splits(merge: UnitMerge) -> bool:
-    whole = all(u.slot == WHOLE for u in merge.reads)
-    return whole and merge.elementwise and merge.prepare is None and bool(merge.unit.shape)
+    if not merge.elementwise or merge.prepare is not None or not merge.unit.shape:
+        return False
+    return all(u.slot == WHOLE for u in merge.reads)
 
 
 def _runs(info: TensorInfo, merge: UnitMerge) -> Iterator[MergeBlock]:

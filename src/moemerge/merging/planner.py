@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 from moemerge.architectures.names import with_layer
 from moemerge.architectures.opened import OpenModel, open_model
@@ -137,7 +137,7 @@ class Planner:
             source.name: self._find_all(units, reference, source, to)
             for source in self._slice(to).models
         }
-        lacking = [m for m, pairs in matches.items() if any(u is None for u in pairs)]
+        lacking = [m for m, pairs in matches.items() if None in pairs]
         if lacking:
             if not matching.is_auxiliary(units[0], architecture):
                 for model in lacking:
@@ -150,7 +150,7 @@ class Planner:
                         model, unit.tensor, Fate.DROPPED, f"{why}; {reference}'s is copied"
                     )
             return self._copied(reference, name, output, stored, why)
-        whole = {m: [u for u in pairs if u is not None] for m, pairs in matches.items()}
+        whole = cast(Mapping[str, list[Unit]], matches)  # none is missing
         if not stored.dtype.is_floating_point:
             return self._integers(reference, output, stored, whole)
         info = self._output_info(output, stored, units, whole)
@@ -183,7 +183,7 @@ class Planner:
             if moved:
                 key = with_layer(key, to.layers[source.name])
             other = index.find(unit, key)
-            if other is not None and not self.vocabularies.spans(unit):
+            if other is not None and other is not unit and not self.vocabularies.spans(unit):
                 matching.require_shape(unit, self.index[reference], other, index)
             matches.append(other)
         return matches
@@ -196,7 +196,8 @@ class Planner:
         matches: Mapping[str, list[Unit]],
     ) -> TensorInfo:
         dtypes = {model: self.index[model].info(pairs[0]).dtype for model, pairs in matches.items()}
-        if self.out_dtype is None and len(set(dtypes.values())) > 1:
+        different = any(dtype is not stored.dtype for dtype in dtypes.values())
+        if self.out_dtype is None and different:
             listed = ", ".join(f"{m}: {d}" for m, d in dtypes.items())
             raise CheckpointError(
                 f"tensor {stored.name} has another dtype in each model ({listed})",
@@ -236,16 +237,19 @@ class Planner:
             key = mine.key if informed or wrapped else None
             return UnitInput(self.position[s.name], mine.tensor, mine.slot, params, key, scale)
 
+        placed = self._placed(unit, info, to)
+        tensor = TensorContext(to.slice_index, placed.names, role, to.t)
+        names = self.names[role]
+        names.update(tensor.names)
         inputs = []
         models, base = merge_slice.seen_by(method.schema)
         for s in models:
-            tensor = TensorContext(to.slice_index, matches[s.name][i].names, role, to.t)
-            self.names[role].update(tensor.names)
-            values, scale = self.weighing.values(reader, tensor, s.name, matches[s.name][i])
+            mine, context = matches[s.name][i], tensor
+            if mine is not placed:
+                context = TensorContext(to.slice_index, mine.names, role, to.t)
+                names.update(context.names)
+            values, scale = self.weighing.values(reader, context, s.name, mine)
             inputs.append(source(s, self._build(method.per_model, values), scale))
-        placed = self._placed(unit, info, to)
-        tensor = TensorContext(to.slice_index, placed.names, role, to.t)
-        self.names[role].update(tensor.names)
         options = self._build(method.options, reader.values(tensor))
         self._check_weights(method, [u.params for u in inputs], options, placed)
         if not (wrapped or self.whole or self.vocabularies.spans(unit)):
@@ -295,7 +299,7 @@ class Planner:
     def _placed(self, unit: Unit, info: TensorInfo, to: Destination) -> Unit:
         """Return the reference model's unit under its output name."""
         if to.layer is None or unit.layer == to.layer:
-            return replace(unit, tensor=info.name)
+            return unit if unit.tensor == info.name else replace(unit, tensor=info.name)
         key = with_layer(unit.key, to.layer)
         return replace(unit, tensor=info.name, key=key, layer=to.layer)
 

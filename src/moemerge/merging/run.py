@@ -56,6 +56,7 @@ from moemerge.report.files import (
     report_document,
 )
 from moemerge.runtime.devices import check_device, resolve_device
+from moemerge.runtime.process import paused_collector
 from moemerge.runtime.progress import Progress, counted
 from moemerge.runtime.ranks import SINGLE, Ranks, alone, own_device
 from moemerge.text.rows import check_text
@@ -149,6 +150,7 @@ class MergeJob:
         return [folder for model in self.plan.models for folder in model.checkpoint.folders]
 
 
+@paused_collector()
 def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None = None) -> MergeJob:
     """Open the models, make the plan and check it. Reads headers only, never a tensor."""
     started = time.perf_counter()
@@ -235,6 +237,7 @@ def _config_doubts(
             str(donor.checkpoint.path / "config.json"),
             others={model.label: model.checkpoint.config for model in models.values()},
             hint=f"{CONFIG_HINT}; `lenient=True` merges it all the same",
+            like=donor.architecture,
         )
     except ArchitectureError as error:
         if not settings.lenient:

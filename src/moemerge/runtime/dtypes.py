@@ -17,12 +17,14 @@ class Dtype(Enum):
 
     label: str  # empty: safetensors cannot store it
     itemsize: int
+    is_floating_point: bool
 
     def __new__(cls, name: str, label: str, itemsize: int) -> Dtype:
         """A member's value is its name; the rest are its attributes."""
         member = object.__new__(cls)
         member._value_ = name
         member.label, member.itemsize = label, itemsize
+        member.is_floating_point = "float" in name
         return member
 
     BOOL = "bool", "BOOL", 1
@@ -48,13 +50,15 @@ class Dtype(Enum):
     FLOAT8_E8M0FNU = "float8_e8m0fnu", "F8_E8M0", 1
     FLOAT4_E2M1FN_X2 = "float4_e2m1fn_x2", "F4", 1
 
+    __hash__ = object.__hash__  # faster than Enum's; members are unique
+
     def __str__(self) -> str:
-        return str(self.value)
+        return str(self._value_)
 
     @classmethod
     def of(cls, dtype: Dtype | torch.dtype) -> Dtype:
         """torch.bfloat16 -> Dtype.BFLOAT16."""
-        return _BY_NAME[dtype_name(dtype)]
+        return dtype if isinstance(dtype, Dtype) else _BY_NAME[dtype_name(dtype)]
 
     @property
     def torch(self) -> torch.dtype:
@@ -63,10 +67,6 @@ class Dtype(Enum):
 
         dtype: torch.dtype = getattr(torch, str(self))
         return dtype
-
-    @property
-    def is_floating_point(self) -> bool:
-        return "float" in str(self)
 
     @property
     def pack(self) -> int:

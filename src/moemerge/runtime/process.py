@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from moemerge.errors import ResourceError
 
@@ -50,6 +51,18 @@ def configure_process() -> None:
 def is_configured() -> bool:
     """Return whether `configure_process` was called."""
     return _is_configured
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pause the search for reference cycles while a million long-lived objects are made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def is_alive(pid: int) -> bool:

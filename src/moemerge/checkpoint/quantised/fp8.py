@@ -32,50 +32,53 @@ def find(section: Mapping[str, Any], headers: Headers, dtype: Dtype) -> Iterator
     """Yield every tensor in this format."""
     size = section.get("weight_block_size")
     block = None if size is None else count_pair(size, "weight_block_size")
+    powers = section.get("scale_fmt") == "ue8m0"
+    schemes: dict[tuple[object, ...], Scheme] = {}  # of each kind of tensor, checked once
     for name, info in headers.items():
-        scales = next((s for s in _scales_of(name) if s in headers), None)
+        scales = headers.get(name + _SCALES[0])
+        inverse = scales is not None
+        if scales is None and name.endswith(".weight"):
+            scales = headers.get(name.removesuffix(".weight") + _SCALES[1])
         if info.dtype in CODES:
             if scales is None:
                 raise CheckpointError(
                     f"{name!r} is stored as {info.dtype}, but there is no {name}_scale_inv",
                     hint="its download is incomplete, or it was saved without its scales",
                 )
-            yield _one(info, headers, headers[scales], block, section, dtype)
-        elif name + "_scale_inv" in headers or (scales and info.dtype is Dtype.INT8):
+            kind = (info.dtype, info.shape, scales.dtype, scales.shape)
+            scheme = schemes.get(kind)
+            if scheme is None:
+                scheme = _scheme(info.dtype, scales.dtype, block, powers=powers)
+            quantised = _one(info, headers, scales, scheme, dtype)
+            if kind not in schemes:
+                require_scales(quantised)
+                schemes[kind] = scheme
+            yield quantised
+        elif inverse or (scales is not None and info.dtype is Dtype.INT8):
+            assert scales is not None
             raise CheckpointError(
-                f"{name!r} has the scales {scales!r}, but is stored as {info.dtype}",
+                f"{name!r} has the scales {scales.name!r}, but is stored as {info.dtype}",
                 hint=f"FP8 weights are {' or '.join(map(str, CODES))}; FP4 in bytes is not read",
             )
 
 
-def _scales_of(name: str) -> Iterator[str]:
-    yield name + _SCALES[0]
-    if name.endswith(".weight"):
-        yield name.removesuffix(".weight") + _SCALES[1]
+def _scheme(codes: Dtype, scales: Dtype, block: tuple[int, int] | None, *, powers: bool) -> Scheme:
+    height, width = block if block is not None else (None, None)
+    fit = largest_power_of_two if powers or scales in _EXPONENTS else largest
+    return Scheme(CODES[codes], height, width, fit, scales)
 
 
 def _one(
-    info: TensorInfo,
-    headers: Headers,
-    scales: TensorInfo,
-    block: tuple[int, int] | None,
-    section: Mapping[str, Any],
-    dtype: Dtype,
+    info: TensorInfo, headers: Headers, scales: TensorInfo, scheme: Scheme, dtype: Dtype
 ) -> QuantisedInfo:
-    powers = scales.dtype in _EXPONENTS or section.get("scale_fmt") == "ue8m0"
-    height, width = block if block is not None else (None, None)
-    fit = largest_power_of_two if powers else largest
-    scheme = Scheme(CODES[info.dtype], height, width, fit, scales.dtype)
-    return require_scales(
-        QuantisedInfo(
-            info.name,
-            dtype,
-            info.shape,
-            TensorInfo.of(info.name, dtype, info.shape).nbytes,
-            scheme,
-            codes=info,
-            scales=scales,
-            others=siblings(info.name, _OTHERS, headers),
-            stacked=len(info.shape) == 3,
-        )
+    return QuantisedInfo(
+        info.name,
+        dtype,
+        info.shape,
+        info.nbytes // info.dtype.itemsize * dtype.itemsize,
+        scheme,
+        codes=info,
+        scales=scales,
+        others=siblings(info.name, _OTHERS, headers),
+        stacked=len(info.shape) == 3,
     )

@@ -44,6 +44,7 @@ class Quantisation:
     section: Mapping[str, Any]
     keys: tuple[str, ...]  # path of the section in the config
     units: Mapping[str, QuantisedInfo]
+    stored: frozenset[str]  # names of all parts
 
 
 def recognise(
@@ -71,8 +72,9 @@ def recognise(
             f"config.json describes quantised weights ({method}), but none of them is quantised",
             hint="remove quantization_config from config.json if the weights are plain floats",
         )
-    _require_no_strays(units.values(), headers)
-    return Quantisation(str(method), section, keys, units)
+    stored = frozenset(part.name for unit in units.values() for part in unit.parts)
+    _require_no_strays(stored, headers)
+    return Quantisation(str(method), section, keys, units, stored)
 
 
 def is_readable(section: Mapping[str, Any]) -> bool:
@@ -115,9 +117,8 @@ def _dtype(config: Mapping[str, Any]) -> Dtype:
     return Dtype.BFLOAT16
 
 
-def _require_no_strays(units: Iterable[QuantisedInfo], headers: Mapping[str, TensorInfo]) -> None:
+def _require_no_strays(used: frozenset[str], headers: Iterable[str]) -> None:
     """Refuse a scale without a weight: a weight is missing."""
-    used = {part.name for unit in units for part in unit.parts}
     for name in headers:
         if name not in used and name.endswith(_SCALES):
             raise CheckpointError(

@@ -1,0 +1,247 @@
+"""Large MoE models without their weights: files of holes.
+
+    python -m tools.scale holes deepseek-v3 FOLDER      a checkpoint whose data is a hole
+
+A file of holes has the header and the size of the real one, reads as zeros and takes no disk space.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moemerge.checkpoint.safetensors_file import build_header
+from moemerge.checkpoint.tensors import TensorInfo
+from moemerge.runtime.dtypes import Dtype
+
+BF16, F32, FP8, U8 = Dtype.BFLOAT16, Dtype.FLOAT32, Dtype.FLOAT8_E4M3FN, Dtype.UINT8
+BLOCK = 128  # rows and columns that share a scale in block FP8
+SHARD_BYTES = 4_300_000_000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a published MoE model."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    experts: int
+    top_k: int
+    expert_width: int
+    heads: int
+    vocabulary: int
+    dense_layers: int = 0
+    dense_width: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    extra_layers: int = 0  # multi-token prediction
+
+    def tensors(self) -> Iterator[TensorInfo]:
+        yield _plain("model.embed_tokens.weight", self.vocabulary, self.hidden)
+        for layer in range(self.layers + self.extra_layers):
+            prefix = f"model.layers.{layer}."
+            yield _plain(prefix + "input_layernorm.weight", self.hidden)
+            yield _plain(prefix + "post_attention_layernorm.weight", self.hidden)
+            if self.model_type in ("deepseek_v3", "kimi_k2"):
+                yield from self._deepseek_layer(layer, prefix)
+            elif self.model_type == "qwen3_moe":
+                yield from self._qwen_layer(prefix)
+            else:
+                yield from self._gpt_oss_layer(prefix)
+        yield _plain("model.norm.weight", self.hidden)
+        yield _plain("lm_head.weight", self.vocabulary, self.hidden)
+
+    def _deepseek_layer(self, layer: int, prefix: str) -> Iterator[TensorInfo]:
+        attention, hidden, heads = prefix + "self_attn.", self.hidden, self.heads
+        yield from _block_fp8(attention + "q_a_proj.weight", 1536, hidden)
+        yield _plain(attention + "q_a_layernorm.weight", 1536)
+        yield from _block_fp8(attention + "q_b_proj.weight", heads * 192, 1536)
+        yield from _block_fp8(attention + "kv_a_proj_with_mqa.weight", 576, hidden)
+        yield _plain(attention + "kv_a_layernorm.weight", 512)
+        yield from _block_fp8(attention + "kv_b_proj.weight", heads * 256, 512)
+        yield from _block_fp8(attention + "o_proj.weight", hidden, heads * 128)
+        mlp = prefix + "mlp."
+        if layer < self.dense_layers:
+            yield from self._mlp(mlp, self.dense_width)
+            return
+        yield _plain(mlp + "gate.weight", self.experts, hidden)
+        yield TensorInfo.of(mlp + "gate.e_score_correction_bias", F32, (self.experts,))
+        yield from self._mlp(mlp + "shared_experts.", self.expert_width)
+        for expert in range(self.experts):
+            yield from self._mlp(f"{mlp}experts.{expert}.", self.expert_width)
+        if layer >= self.layers:
+            yield _plain(prefix + "embed_tokens.weight", self.vocabulary, hidden)
+            yield _plain(prefix + "eh_proj.weight", hidden, 2 * hidden)
+            yield _plain(prefix + "shared_head.head.weight", self.vocabulary, hidden)
+            for norm in ("enorm", "hnorm", "shared_head.norm"):
+                yield _plain(f"{prefix}{norm}.weight", hidden)
+
+    def _mlp(self, prefix: str, width: int) -> Iterator[TensorInfo]:
+        yield from _block_fp8(prefix + "gate_proj.weight", width, self.hidden)
+        yield from _block_fp8(prefix + "up_proj.weight", width, self.hidden)
+        yield from _block_fp8(prefix + "down_proj.weight", self.hidden, width)
+
+    def _qwen_layer(self, prefix: str) -> Iterator[TensorInfo]:
+        attention, hidden, width = prefix + "self_attn.", self.hidden, self.expert_width
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        yield _plain(attention + "q_proj.weight", queries, hidden)
+        yield _plain(attention + "k_proj.weight", keys, hidden)
+        yield _plain(attention + "v_proj.weight", keys, hidden)
+        yield _plain(attention + "o_proj.weight", hidden, queries)
+        yield _plain(attention + "q_norm.weight", self.head_dim)
+        yield _plain(attention + "k_norm.weight", self.head_dim)
+        yield _plain(prefix + "mlp.gate.weight", self.experts, hidden)
+        for expert in range(self.experts):
+            mlp = f"{prefix}mlp.experts.{expert}."
+            yield _plain(mlp + "gate_proj.weight", width, hidden)
+            yield _plain(mlp + "up_proj.weight", width, hidden)
+            yield _plain(mlp + "down_proj.weight", hidden, width)
+
+    def _gpt_oss_layer(self, prefix: str) -> Iterator[TensorInfo]:
+        attention, hidden, width = prefix + "self_attn.", self.hidden, self.expert_width
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        for name, rows, columns in (
+            ("q_proj", queries, hidden),
+            ("k_proj", keys, hidden),
+            ("v_proj", keys, hidden),
+            ("o_proj", hidden, queries),
+        ):
+            yield _plain(f"{attention}{name}.weight", rows, columns)
+            yield _plain(f"{attention}{name}.bias", rows)
+        yield _plain(attention + "sinks", self.heads)
+        yield _plain(prefix + "mlp.router.weight", self.experts, hidden)
+        yield _plain(prefix + "mlp.router.bias", self.experts)
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * width, hidden),
+            ("down_proj", hidden, width),
+        ):
+            stack = f"{prefix}mlp.experts.{name}"
+            groups = columns // 32  # 32 values of four bits and an exponent
+            yield TensorInfo.of(f"{stack}_blocks", U8, (self.experts, rows, groups, 16))
+            yield TensorInfo.of(f"{stack}_scales", U8, (self.experts, rows, groups))
+            yield _plain(f"{stack}_bias", self.experts, rows)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        common = {
+            "model_type": self.model_type,
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_experts_per_tok": self.top_k,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads or self.heads,
+            "vocab_size": self.vocabulary,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+        }
+        if self.model_type == "qwen3_moe":
+            return common | {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": self.experts,
+                "moe_intermediate_size": self.expert_width,
+                "intermediate_size": 3 * self.hidden,
+                "head_dim": self.head_dim,
+                "norm_topk_prob": True,
+            }
+        if self.model_type == "gpt_oss":
+            return common | {
+                "architectures": ["GptOssForCausalLM"],
+                "num_local_experts": self.experts,
+                "intermediate_size": self.expert_width,
+                "head_dim": self.head_dim,
+                "quantization_config": {"quant_method": "mxfp4"},
+            }
+        return common | {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "n_routed_experts": self.experts,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": self.expert_width,
+            "intermediate_size": self.dense_width,
+            "first_k_dense_replace": self.dense_layers,
+            "num_nextn_predict_layers": self.extra_layers,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_group": 8 if self.extra_layers else 1,
+            "topk_group": 4 if self.extra_layers else 1,
+            "norm_topk_prob": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "routed_scaling_factor": 2.5,
+            "quantization_config": {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [BLOCK, BLOCK],
+            },
+        }
+
+
+SHAPES = {
+    "deepseek-v3": Shape(
+        "deepseek_v3", 61, 7168, 256, 8, 2048, 128, 129280, 3, 18432, extra_layers=1
+    ),
+    "kimi-k2": Shape("kimi_k2", 61, 7168, 384, 8, 2048, 64, 163840, 1, 18432),
+    "qwen3-235b-a22b": Shape(
+        "qwen3_moe", 94, 4096, 128, 8, 1536, 64, 151936, kv_heads=4, head_dim=128
+    ),
+    "gpt-oss-120b": Shape("gpt_oss", 36, 2880, 128, 4, 2880, 64, 201088, kv_heads=8, head_dim=64),
+}
+
+
+def _plain(name: str, *shape: int) -> TensorInfo:
+    return TensorInfo.of(name, BF16, shape)
+
+
+def _block_fp8(name: str, rows: int, columns: int) -> Iterator[TensorInfo]:
+    yield TensorInfo.of(name, FP8, (rows, columns))
+    yield TensorInfo.of(f"{name}_scale_inv", F32, (-(-rows // BLOCK), -(-columns // BLOCK)))
+
+
+def make_holes(shape: Shape, folder: Path) -> None:
+    """Write a checkpoint of the shape whose tensors are holes."""
+    shards: list[list[TensorInfo]] = [[]]
+    filled = 0
+    for info in shape.tensors():
+        if filled + info.nbytes > SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(info)
+        filled += info.nbytes
+    folder.mkdir(parents=True)
+    weight_map: dict[str, str] = {}
+    for number, infos in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):06d}.safetensors"
+        header, _ = build_header(infos)
+        with open(folder / name, "wb") as file:
+            file.write(header)
+            file.flush()
+            os.truncate(file.fileno(), len(header) + sum(info.nbytes for info in infos))
+        weight_map |= dict.fromkeys((info.name for info in infos), name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(shape.config))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    holes = commands.add_parser("holes")
+    holes.add_argument("shape", choices=list(SHAPES))
+    holes.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    make_holes(SHAPES[args.shape], args.folder)
+
+
+if __name__ == "__main__":
+    main()
