@@ -25,6 +25,7 @@ from moemerge.errors import (
 from moemerge.merging import METHODS, chunked
 from moemerge.merging import plan as plan_module
 from moemerge.merging.execute import ExecutionSettings, MemoryBudget, execute
+from moemerge.merging.methods import _arithmetic
 from moemerge.merging.run import plan_merge
 from moemerge.runtime.progress import Silent
 
@@ -109,6 +110,35 @@ def test_runs_of_rows_equal_the_whole(models, tmp_path, monkeypatch):
         assert torch.equal(value, cut[name])
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("ties", {"density": 0.3}),
+        ("breadcrumbs_ties", {"density": 0.4, "gamma": 0.2}),
+        ("breadcrumbs", {"density": 0, "gamma": 0.2}),
+        ("dare_ties", {"density": 0.4}),
+        ("della", {"density": 0.4}),
+    ],
+)
+def test_large_units_in_runs_equal_the_whole(
+    models, tmp_path, monkeypatch, method, parameters, dtype
+):
+    """The cut's magnitude, its ties and the L1 norm are those of the whole task vector."""
+    settings = {**config(method, models, **parameters), "dtype": dtype}
+    settings["parameters"] = {"rescale": True}
+    monkeypatch.setattr(_arithmetic, "CPU_CHUNK", 64)
+    whole = run(settings, tmp_path / "whole")
+    monkeypatch.setattr(plan_module, "RUN_ELEMENTS", 300)
+    monkeypatch.setattr(plan_module, "LARGE_RUN_ELEMENTS", 100)
+    monkeypatch.setattr(plan_module, "CHUNK_ELEMENTS", 64)
+    plan = plan_merge(api.load_config(settings), MergeSettings()).plan
+    assert sum(block.tensor == "model.embed_tokens.weight" for block in plan.blocks) > 2
+    cut = run(settings, tmp_path / "cut")
+    for name, value in whole.items():
+        assert torch.equal(value, cut[name]), name
+
+
 def test_only_elementwise_methods_without_wrappers_are_cut_into_runs(models, monkeypatch):
     monkeypatch.setattr(plan_module, "RUN_ELEMENTS", 100)
 
@@ -118,7 +148,7 @@ def test_only_elementwise_methods_without_wrappers_are_cut_into_runs(models, mon
         return sum(block.tensor == "model.embed_tokens.weight" for block in plan.blocks)
 
     assert blocks("task_arithmetic") > 10
-    assert blocks("ties") == blocks("task_arithmetic", wrap=["svc"]) == 1
+    assert blocks("sce") == blocks("task_arithmetic", wrap=["svc"]) == 1
 
 
 @pytest.mark.parametrize("length", [500, 2**17])

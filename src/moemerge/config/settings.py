@@ -137,6 +137,9 @@ class PlanSettings(Strict):
 
     device: DeviceField = DEVICE
     out_shard_size: str = Field("5GB", description="largest shard, such as 5GB or 500MB")
+    memory: str | None = Field(
+        None, description="memory for tensors in work, such as 2GB (default: a quarter of all)"
+    )
     seed: Seed | None = Field(
         None, description="seed of the methods that draw at random (default: the config's, or 0)"
     )
@@ -162,6 +165,7 @@ class MergeKeywords(TypedDict, total=False):
 
     device: str
     out_shard_size: str
+    memory: str | None
     seed: int | None
     overwrite: bool
     lenient: bool

@@ -7,6 +7,7 @@ does not depend on the order or on the number of workers.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -21,11 +22,22 @@ from moemerge.merging.chunked import ChunkMerger, FiniteCheck
 from moemerge.merging.coefficients import neuron_shares
 from moemerge.merging.kept import ModelKeeper
 from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo, UnitStatistics
-from moemerge.merging.plan import MergeBlock, MergePlan, NeuronScale, UnitInput, UnitMerge
+from moemerge.merging.methods._runs import Deltas, Run
+from moemerge.merging.methods._task_vectors import flat_difference
+from moemerge.merging.plan import (
+    LargeUnit,
+    MergeBlock,
+    MergePlan,
+    NeuronScale,
+    UnitInput,
+    UnitMerge,
+    in_rows,
+)
 from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
 from moemerge.merging.wrapper import around
 from moemerge.runtime.devices import OwnStream, cpu_count, is_out_of_memory, prepare_for_threads
+from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.process import reuse_freed_memory, thread_pool
 from moemerge.runtime.progress import Progress
@@ -34,7 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Enough for several expert matrices in flight; one larger block may always run alone.
+# The least by default: several expert matrices. One larger block may always run alone.
 DEFAULT_MEMORY_BUDGET = 768 * 2**20
 # With more threads, contention for the interpreter lock dominates; workers then use several cores.
 MOST_WORKERS = 8
@@ -173,7 +185,7 @@ class _Runner:
             self._prefetch(soon)
         with (
             torch.inference_mode(),
-            self.budget.hold(block.working_bytes),
+            self.budget.hold(self._working_bytes(block)),
             self.stream.entered(),
         ):
             try:
@@ -190,6 +202,12 @@ class _Runner:
             self.writer.write(block.tensor, result, row=row)
         self.progress.advance(result.numel() * self.sizes[block.tensor])
 
+    def _working_bytes(self, block: MergeBlock) -> int:
+        """Return the memory that a block takes: of one that is merged in chunks, the result."""
+        if self.settings.device.type != "cpu" or not self.chunks.takes(block):
+            return block.working_bytes
+        return block.numel * self.dtypes[block.tensor].itemsize
+
     def _prefetch(self, block: MergeBlock) -> None:
         for source in (s for merge in block.merges for s in merge.reads):
             self.plan.models[source.model].checkpoint.prefetch(source.tensor, source.slot.rows)
@@ -198,6 +216,8 @@ class _Runner:
         out_dtype = self.dtypes[block.tensor]
         if self.chunks.takes(block):
             return self.chunks.merge(block, self._unit(block.merges[0]), out_dtype)
+        if block.merges[0].large is not None:
+            return self._merge_run(block, block.merges[0], block.merges[0].large)
         blocks = _BlockReader(self.plan, self.finite)
         whole = len(block.merges) == 1 and block.merges[0].unit.slot.covers_block
         result = None if whole else torch.empty(block.shape, dtype=out_dtype)
@@ -209,6 +229,52 @@ class _Runner:
             merge.unit.slot.take(result).copy_(self._apply(merge, self._unit(merge), stored))
         assert result is not None
         return result
+
+    def _merge_run(self, block: MergeBlock, merge: UnitMerge, large: LargeUnit) -> Tensor:
+        """Merge some rows of a large unit. The first call surveys the whole unit."""
+        in_runs, unit = merge.method.in_runs, self._unit(merge)
+        assert in_runs is not None
+        assert block.rows is not None
+        with large.lock:
+            if large.surveys is None:
+                large.surveys = [
+                    in_runs.survey(
+                        self._deltas(large, position), source.params, merge.options, position, unit
+                    )
+                    for position, source in enumerate(merge.inputs)
+                ]
+        inputs, base = self._run_inputs(merge, merge.inputs)
+        start = block.rows[0] * math.prod(block.shape[1:])
+        number = large.runs.index(block.rows)
+        result = in_runs.merge(inputs, base, merge.options, large.surveys, number, start)
+        return result.to("cpu", self.dtypes[block.tensor])
+
+    def _deltas(self, large: LargeUnit, position: int) -> Deltas:
+        merge, shape = large.merge, large.merge.unit.shape
+        columns = math.prod(shape[1:])
+
+        def runs() -> Iterator[Run]:
+            for number, rows in enumerate(large.runs):
+                if self.stopped.is_set():
+                    raise StoppedError
+                part = in_rows(merge, rows)
+                (model,), base = self._run_inputs(part, part.inputs[position : position + 1])
+                yield Run(number, rows[0] * columns, flat_difference(model.tensor, base))
+
+        return Deltas(shape, self._wide_dtype(merge), runs)
+
+    def _run_inputs(
+        self, merge: UnitMerge, sources: Sequence[UnitInput]
+    ) -> tuple[list[ModelTensor], Tensor]:
+        """Read some models' rows of a unit, and the base's."""
+        blocks = _BlockReader(self.plan, self.finite)
+        assert merge.base is not None
+        base = self._widen(blocks.read(merge.base))
+        inputs = [
+            ModelTensor(_scaled(self._widen(blocks.read(s)), base, s.scale), s.params)
+            for s in sources
+        ]
+        return inputs, base
 
     def _unit(self, merge: UnitMerge) -> UnitInfo:
         key = merge.unit.key
@@ -270,6 +336,12 @@ class _Runner:
             return ModelTensor(base, None, self.plan.models[source.model].name, statistics)
 
         return around(method, merge.wraps, base_as, unit)(inputs, base)
+
+    def _wide_dtype(self, merge: UnitMerge) -> torch.dtype:
+        models = self.plan.models
+        stored = [models[s.model].checkpoint.tensors[s.tensor].dtype for s in merge.reads]
+        dtypes = [self.plan.input_dtype or dtype for dtype in stored]
+        return torch.float64 if Dtype.FLOAT64 in dtypes else torch.float32
 
     def _widen(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the device, in the precision that methods use."""

@@ -128,6 +128,19 @@ WeightsFunction = Callable[[Sequence[Any], Any, UnitInfo], Sequence[float]]
 
 
 @dataclass(frozen=True)
+class InRuns:
+    """How a method merges a unit that is too large for memory, with the same result.
+
+    `survey` (task vector in runs, parameters, options, position, unit) finds what a model's change
+    of each run depends on. `merge` (inputs, base, options, surveys, number and first element of the
+    run) merges some rows.
+    """
+
+    survey: Callable[..., Any]
+    merge: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
 class MergeMethod:
     """A registered method: its function and its declaration."""
 
@@ -137,6 +150,7 @@ class MergeMethod:
     options: type
     elementwise: bool  # may run on stacks and on slices of a tensor
     weights: WeightsFunction | None = None  # w_i; if elementwise, the method is Σ w_i θ_i
+    in_runs: InRuns | None = None
 
     @property
     def name(self) -> str:
@@ -218,6 +232,7 @@ def merge_method(
     elementwise: bool = False,
     statistics: StatisticsKind | None = None,
     weights: WeightsFunction | None = None,
+    in_runs: InRuns | None = None,
 ) -> Callable[[MergeFunction], MergeFunction]:
     """Register a merge method under the `name` that configs use.
 
@@ -225,6 +240,7 @@ def merge_method(
     With `statistics`, each input carries its model's statistics of the unit if there are any.
     `weights` returns each model's weight and refuses invalid ones. An `elementwise` method with
     `weights` must be that weighted sum, because the sum is then computed without calling it.
+    Units too large for memory are merged by `in_runs`, if the method has it.
     """
 
     if elementwise and statistics is not None:
@@ -250,7 +266,7 @@ def merge_method(
             statistics=statistics,
             time=getattr(function, _TIME, "passes"),
         )
-        method = MergeMethod(schema, function, per_model, options, elementwise, weights)
+        method = MergeMethod(schema, function, per_model, options, elementwise, weights, in_runs)
         METHODS.add(name, method)
         return function
 

@@ -9,11 +9,13 @@ elementwise methods, a range of rows.
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from moemerge.architectures.opened import OpenModel
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
 TEMPORARIES = 4
 # Elementwise methods process large tensors in runs of this many elements (64 MB in float32).
 RUN_ELEMENTS = 2**24
+# Methods with `in_runs` process larger tensors in runs of about this many elements. Runs hold whole
+# chunks (`methods._arithmetic`), so that sums over a tensor are added in the same order.
+LARGE_RUN_ELEMENTS = 2**22
+CHUNK_ELEMENTS = 2**18
 
 Prepare = Callable[[Sequence["Tensor"]], list["Tensor"]]
 
@@ -74,6 +80,7 @@ class UnitMerge:
     prepare: Prepare | None = None
     wraps: tuple[Wrap, ...] = ()  # innermost first
     whole: bool = False  # never split into runs
+    large: LargeUnit | None = None  # the unit of which this merges some rows
 
     @property
     def elementwise(self) -> bool:
@@ -98,6 +105,16 @@ class UnitMerge:
         # The Gram matrices in float32, and the solver's in float64.
         width = self.unit.shape[-1] if len(self.unit.shape) == 2 else 0
         return width**2 * (4 * count + 8 * (count + 2))
+
+
+@dataclass
+class LargeUnit:
+    """A unit that is merged in runs of rows; the first run surveys all of them."""
+
+    merge: UnitMerge
+    runs: tuple[tuple[int, int], ...]
+    surveys: Sequence[Any] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True)
@@ -128,7 +145,10 @@ class MergeBlock:
 def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[MergeBlock]:
     """Group a tensor's units by the rows they share. Split large elementwise units into runs."""
     if len(merges) == 1 and _splits(merges[0]):
-        yield from _runs(info, merges[0])
+        yield from _runs(info, merges[0], _run_rows(info, RUN_ELEMENTS))
+        return
+    if len(merges) == 1 and _is_large(merges[0]):
+        yield from _large_runs(info, merges[0])
         return
     by_rows: dict[tuple[int, int] | None, list[UnitMerge]] = defaultdict(list)
     for merge in merges:
@@ -143,26 +163,61 @@ def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[Mer
         yield MergeBlock(info.name, rows, info.block_shape(rows), tuple(group))
 
 
+def copy_in_blocks(info: TensorInfo, source: UnitInput) -> Iterator[MergeBlock]:
+    """Copy a tensor, a large one in runs of rows."""
+    step = _run_rows(info, RUN_ELEMENTS)
+    if info.rows <= step:
+        yield MergeBlock(info.name, None, info.shape, (), copy=source)
+        return
+    for rows in pairwise([*range(0, info.rows, step), info.rows]):
+        yield MergeBlock(info.name, rows, info.block_shape(rows), (), copy=source)
+
+
 def _splits(merge: UnitMerge) -> bool:
     if not merge.elementwise or merge.prepare is not None or not merge.unit.shape:
         return False
     return all(u.slot == WHOLE for u in merge.reads)
 
 
-def _runs(info: TensorInfo, merge: UnitMerge) -> Iterator[MergeBlock]:
-    step = max(1, RUN_ELEMENTS * info.rows // max(1, info.nbytes // info.dtype.itemsize))
-    if isinstance(info, QuantisedInfo):
-        step = -(-step // info.step) * info.step
+def _is_large(merge: UnitMerge) -> bool:
+    """Return whether a method with `in_runs` merges the unit in runs."""
+    if merge.method.in_runs is None or math.prod(merge.unit.shape) <= RUN_ELEMENTS:
+        return False
+    if merge.wraps or merge.whole or merge.prepare is not None or merge.base is None:
+        return False
+    neurons = any(isinstance(source.scale, NeuronScale) for source in merge.inputs)
+    return not neurons and all(u.slot == WHOLE for u in (merge.unit, *merge.reads))
+
+
+def _large_runs(info: TensorInfo, merge: UnitMerge) -> Iterator[MergeBlock]:
+    columns = math.prod(info.shape[1:])
+    whole = CHUNK_ELEMENTS // math.gcd(columns, CHUNK_ELEMENTS)  # rows that are whole chunks
+    step = -(-_run_rows(info, LARGE_RUN_ELEMENTS) // whole) * whole
+    edges = [*range(0, info.rows, step), info.rows]
+    large = LargeUnit(merge, tuple(pairwise(edges)))
+    yield from _runs(info, replace(merge, large=large), step)
+
+
+def _run_rows(info: TensorInfo, elements: int) -> int:
+    step = max(1, elements * info.rows // max(1, info.nbytes // info.dtype.itemsize))
+    return -(-step // info.step) * info.step if isinstance(info, QuantisedInfo) else step
+
+
+def _runs(info: TensorInfo, merge: UnitMerge, step: int) -> Iterator[MergeBlock]:
     for start in range(0, info.rows, step):
         rows = (start, min(start + step, info.rows))
-        slot = Slot(rows=rows)
-        part = replace(
-            merge,
-            unit=replace(merge.unit, slot=slot),
-            inputs=tuple(replace(u, slot=slot) for u in merge.inputs),
-            base=None if merge.base is None else replace(merge.base, slot=slot),
-        )
-        yield MergeBlock(info.name, rows, info.block_shape(rows), (part,))
+        yield MergeBlock(info.name, rows, info.block_shape(rows), (in_rows(merge, rows),))
+
+
+def in_rows(merge: UnitMerge, rows: tuple[int, int]) -> UnitMerge:
+    """Return the merge of some rows of a whole unit."""
+    slot = Slot(rows=rows)
+    return replace(
+        merge,
+        unit=replace(merge.unit, slot=slot),
+        inputs=tuple(replace(u, slot=slot) for u in merge.inputs),
+        base=None if merge.base is None else replace(merge.base, slot=slot),
+    )
 
 
 class Fate(StrEnum):

@@ -29,6 +29,7 @@ from moemerge.merging.plan import (
     NeuronScale,
     UnitInput,
     UnitMerge,
+    copy_in_blocks,
     split_into_blocks,
 )
 from moemerge.merging.tokenizer.embeddings import Vocabularies
@@ -110,9 +111,9 @@ class Planner:
         for (model, reference), names in self.missing.items():
             raise matching.missing_error(self.models[model], self.models[reference], names)
         self.weighing.check_all_used()
-        for info, block in self._extras({t.name for t in tensors}):
+        for info, copied in self._extras({t.name for t in tensors}):
             tensors.append(info)
-            blocks.append(block)
+            blocks.extend(copied)
         return OutputTensors(
             tensors=tuple(tensors),
             blocks=tuple(blocks),
@@ -340,7 +341,7 @@ class Planner:
         if self.requantise and isinstance(stored, QuantisedInfo):
             info = self._quantised(stored, model)
         source = UnitInput(self.position[model], name, WHOLE)
-        return info, [MergeBlock(output, None, info.shape, (), copy=source)]
+        return info, list(copy_in_blocks(info, source))
 
     def _integers(
         self, reference: str, output: str, stored: TensorInfo, matches: Mapping[str, list[Unit]]
@@ -357,7 +358,7 @@ class Planner:
         block = MergeBlock(output, None, info.shape, (), first, tuple(sources.values()))
         return info, [block]
 
-    def _extras(self, written: set[str]) -> Iterator[tuple[TensorInfo, MergeBlock]]:
+    def _extras(self, written: set[str]) -> Iterator[tuple[TensorInfo, list[MergeBlock]]]:
         """Yield tensors that the reference does not have.
 
         Auxiliary tensors are copied; any other is an error. No tensor is lost silently.
@@ -381,7 +382,7 @@ class Planner:
 
     def _extra(
         self, model: str, tensor: str, reference: str, written: set[str]
-    ) -> Iterator[tuple[TensorInfo, MergeBlock]]:
+    ) -> Iterator[tuple[TensorInfo, list[MergeBlock]]]:
         """Yield an auxiliary tensor that the reference does not have.
 
         With slices, layers that are not the reference's have no position and are skipped.
@@ -394,10 +395,8 @@ class Planner:
             self.ledger.record(model, tensor, Fate.DROPPED, f"{why}; another model's is copied")
             return
         written.add(tensor)
-        info, blocks = self._copied(
-            model, tensor, tensor, index.model.checkpoint.tensors[tensor], why
-        )
-        yield info, blocks[0]
+        stored = index.model.checkpoint.tensors[tensor]
+        yield self._copied(model, tensor, tensor, stored, why)
 
     def _tied_head(self, model: str, reference: str, tensor: str) -> None:
         if all(s.name != model for s in self.merge.slices[-1].models):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,10 +31,10 @@ from moemerge.config.parameters import StatisticsKind
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.config.settings import MergeSettings, as_flags
 from moemerge.errors import ArchitectureError, UsageError
-from moemerge.merging.execute import ExecutionSettings, execute
+from moemerge.merging.execute import DEFAULT_MEMORY_BUDGET, ExecutionSettings, execute
 from moemerge.merging.kept import ModelKeeper, kept_tensors
 from moemerge.merging.output import OutputFiles, merge_output_files
-from moemerge.merging.plan import MergePlan
+from moemerge.merging.plan import MergeBlock, MergePlan
 from moemerge.merging.planner import OutputTensors, Planner, open_inputs
 from moemerge.merging.report import MergeReport, ModelAccount, describe_plan
 from moemerge.merging.sharing import gather_results, open_writer, own_part
@@ -55,10 +55,10 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
-from moemerge.runtime.devices import check_device, resolve_device
+from moemerge.runtime.devices import check_device, host_memory, resolve_device
 from moemerge.runtime.process import paused_collector
 from moemerge.runtime.progress import Progress, counted
-from moemerge.runtime.ranks import SINGLE, Ranks, alone, own_device
+from moemerge.runtime.ranks import SINGLE, Ranks, alone, neighbours, own_device
 from moemerge.text.rows import check_text
 from moemerge.version import __version__
 
@@ -156,6 +156,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     started = time.perf_counter()
     # Check the settings first: opening a model may mean a long download.
     parse_size(settings.out_shard_size)
+    memory = memory_budget(settings)
     check_device(settings.device)
     if out is not None:
         check_output(out, overwrite=settings.overwrite)
@@ -200,6 +201,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
             *output.notices,
             *files.notices,
             *doubts,
+            *_memory_notices(output.blocks, memory),
         ),
     )
     job = MergeJob(loaded, settings, models, plan, files, started)
@@ -219,6 +221,26 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     what = f"{len(plan.tensors)} tensors in {len(plan.blocks)} blocks by {', '.join(methods)}"
     logger.info("planned %s, %.2f s", what, seconds)
     return job
+
+
+def memory_budget(settings: MergeSettings) -> int:
+    """Return the memory for all blocks in work: the setting, or a quarter of the machine's."""
+    if settings.memory is not None:
+        return parse_size(settings.memory)
+    return max(DEFAULT_MEMORY_BUDGET, host_memory() // (4 * neighbours()))
+
+
+def _memory_notices(blocks: Sequence[MergeBlock], memory: int) -> list[str]:
+    """Warn of a block that takes more memory than all blocks together should."""
+    merged = (block for block in blocks if block.merges)
+    largest = max(merged, key=lambda block: block.working_bytes, default=None)
+    if largest is None or largest.working_bytes <= memory:
+        return []
+    return [
+        f"warning: {largest.tensor} is merged at once by {largest.merges[0].method.name!r}, which "
+        f"takes about {format_size(largest.working_bytes)} of memory; `memory` is "
+        f"{format_size(memory)}"
+    ]
 
 
 def _config_doubts(
@@ -262,7 +284,9 @@ def run_merge(
         if ranks.leads:  # before the weights, while the disk is idle
             _write_companions(writer, job, report)
         plan = own_part(job.plan, ranks)
-        execution = ExecutionSettings(device, allow_nonfinite=job.settings.allow_nonfinite)
+        execution = ExecutionSettings(
+            device, memory_budget(job.settings), allow_nonfinite=job.settings.allow_nonfinite
+        )
         target = QuantisingWriter(writer, plan.quantised_tensors())
         with keeping(job, writer.folder) as keeper:
             outcome = execute(plan, target, execution, ranks.progress(progress), keeper)

@@ -157,6 +157,11 @@ def share_memory(**workers: int) -> None:
 def _all_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return gpu_memory(device)
+    return host_memory()
+
+
+def host_memory() -> int:
+    """Return the bytes of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -46,8 +46,12 @@ def keep_largest_(values: Tensor, k: int) -> None:
     if k <= 0:
         values.zero_()
         return
-    cut = magnitude_cut(values, k)
-    if cut.magnitude == 0:  # fewer than k elements are nonzero
+    keep_cut_(values, magnitude_cut(values, k))
+
+
+def keep_cut_(values: Tensor, cut: Cut) -> None:
+    """Zero what is below the cut, and the ties that are not kept."""
+    if cut.magnitude == 0:  # fewer elements than are kept are nonzero
         return
     if cut.kept <= cut.excess:  # few ties are kept: drop all, then restore them
         ties = _first_ties(values, cut.magnitude, cut.kept)
@@ -66,7 +70,11 @@ def drop_largest_(values: Tensor, k: int) -> None:
     if k >= values.numel():
         values.zero_()
         return
-    cut = magnitude_cut(values, k)
+    drop_cut_(values, magnitude_cut(values, k))
+
+
+def drop_cut_(values: Tensor, cut: Cut) -> None:
+    """Zero what is above the cut, and the ties that belong to it."""
     values[_first_ties(values, cut.magnitude, cut.kept)] = 0.0
     for at in chunks(values):
         chunk = values[at]

@@ -94,12 +94,8 @@ def drop_by_rank_(
         return
     before = total_magnitude(values) if rescale == "l1" else 0.0
     matrix = values.view(rows, -1)
-    ramp = _keep_probabilities(matrix.shape[1], density, epsilon)
-    thresholds = torch.tensor([keep_threshold(p) for p in ramp], dtype=torch.int16)
-    gains = torch.ones(len(ramp), dtype=values.dtype)
-    if rescale == "probability":
-        gains = torch.tensor([1 / p if p > 0 else 0.0 for p in ramp], dtype=values.dtype)
-    _apply_ranked_(matrix, thresholds.to(values.device), gains.to(values.device), seed)
+    inverse = rescale == "probability"
+    RankedMask(matrix.shape[1], density, epsilon, seed, inverse=inverse).apply_(matrix, 0)
     _rescale(vector, before, rescale=rescale == "l1")
 
 
@@ -111,20 +107,33 @@ def _keep_probabilities(n: int, density: float, epsilon: float) -> list[float]:
     return [min(1.0, max(0.0, low + 2 * epsilon * r / (n - 1))) for r in range(n)]
 
 
-def _apply_ranked_(matrix: Tensor, thresholds: Tensor, gains: Tensor, seed: int) -> None:
-    """Multiply kept elements of each row by their gains and all others by zero, in place.
+class RankedMask:
+    """DELLA's random mask. Thresholds, gains and draws are ordered by ascending magnitude."""
 
-    Thresholds, gains and random draws are ordered by ascending magnitude.
-    """
-    columns = matrix.shape[1]
-    step = max(1, chunk_size(matrix.device) // columns)
-    stream = Stream(seed, min(step, matrix.shape[0]) * columns, matrix.device)
-    for first in range(0, matrix.shape[0], step):
-        chunk = matrix[first : first + step]
-        keep = stream.keep(first * columns, chunk.numel(), thresholds).view_as(chunk)
-        ranked = gains.expand(chunk.shape).contiguous()
-        bits(ranked).bitwise_and_(keep.to(bits(ranked).dtype))
-        chunk.mul_(torch.empty_like(chunk).scatter_(1, ascending_order(chunk), ranked))
+    def __init__(
+        self, columns: int, density: float, epsilon: float, seed: int, *, inverse: bool
+    ) -> None:
+        ramp = _keep_probabilities(columns, density, epsilon)
+        self._seed = seed
+        self._thresholds = [keep_threshold(p) for p in ramp]
+        self._gains = [1 / p if p > 0 else 0.0 for p in ramp] if inverse else [1.0] * columns
+
+    def apply_(self, matrix: Tensor, row: int) -> None:
+        """Multiply kept elements by their gains and all others by zero, in place.
+
+        `row` is the number of the matrix's first row.
+        """
+        device, columns = matrix.device, matrix.shape[1]
+        thresholds = torch.tensor(self._thresholds, dtype=torch.int16).to(device)
+        gains = torch.tensor(self._gains, dtype=matrix.dtype).to(device)
+        step = max(1, chunk_size(device) // columns)
+        stream = Stream(self._seed, min(step, matrix.shape[0]) * columns, device)
+        for first in range(0, matrix.shape[0], step):
+            chunk = matrix[first : first + step]
+            keep = stream.keep((row + first) * columns, chunk.numel(), thresholds).view_as(chunk)
+            ranked = gains.expand(chunk.shape).contiguous()
+            bits(ranked).bitwise_and_(keep.to(bits(ranked).dtype))
+            chunk.mul_(torch.empty_like(chunk).scatter_(1, ascending_order(chunk), ranked))
 
 
 def _rescale(vector: TaskVector, before: float, *, rescale: bool) -> None:

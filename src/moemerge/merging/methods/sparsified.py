@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.errors import ConfigError
-from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.method import InRuns, ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.methods._runs import (
+    Deltas,
+    Run,
+    Thinning,
+    dropping,
+    ranked_dropping,
+    trimming,
+)
 from moemerge.merging.methods._sparsify import (
     drop_by_rank_,
     drop_randomly_,
@@ -62,12 +70,56 @@ def _sum(base: Tensor, vectors: Sequence[TaskVector], options: SumOptions) -> Te
     return add_weighted(base, vectors, normalize=normalize, factor=factor)
 
 
+def _sum_run(
+    inputs: Sequence[ModelTensor],
+    base: Tensor,
+    options: SumOptions,
+    thinnings: Sequence[Thinning],
+    number: int,
+    start: int,
+) -> Tensor:
+    """Merge a run of rows whose first element has the index `start`."""
+    vectors = [task_vector(i, base) for i in inputs]
+    for vector, thinning in zip(vectors, thinnings, strict=True):
+        thinning.change_(Run(number, start, vector.values))
+        vector.scale = thinning.scale
+    return _sum(base, vectors, options)
+
+
+def _ties_run(
+    deltas: Deltas, params: Thinned, options: SumOptions, position: int, unit: UnitInfo
+) -> Thinning:
+    gamma = params.gamma if isinstance(params, BreadcrumbsParams) else 0.0
+    return trimming(deltas, params.density, gamma, rescale=options.rescale)
+
+
+def _dare_run(
+    deltas: Deltas, params: Thinned, options: DareLinearOptions, position: int, unit: UnitInfo
+) -> Thinning:
+    seed = unit.stream("dare", position)
+    return dropping(deltas, params.density, seed, rescale=options.rescaling)
+
+
+def _della_run(
+    deltas: Deltas, params: DellaParams, options: DellaLinearOptions, position: int, unit: UnitInfo
+) -> Thinning:
+    seed = unit.stream("della", position)
+    return ranked_dropping(deltas, params.density, params.epsilon, seed, rescale=options.rescaling)
+
+
+TRIMMED = InRuns(_ties_run, _sum_run)
+DROPPED = InRuns(_dare_run, _sum_run)
+RANKED = InRuns(_della_run, _sum_run)
+
+
 @dataclass(frozen=True)
 class TiesOptions(NormalisedElection, SumOptions):
     pass
 
 
-@merge_method("ties", base=BasePolicy.REQUIRED, per_model=Thinned, options=TiesOptions)
+@merge_method(
+    "ties", base=BasePolicy.REQUIRED, per_model=Thinned, options=TiesOptions, in_runs=TRIMMED
+)
 def ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: TiesOptions, unit: UnitInfo
 ) -> Tensor:
@@ -104,7 +156,13 @@ class DareTiesOptions(Election, DareLinearOptions):
     pass
 
 
-@merge_method("dare_linear", base=BasePolicy.REQUIRED, per_model=Thinned, options=DareLinearOptions)
+@merge_method(
+    "dare_linear",
+    base=BasePolicy.REQUIRED,
+    per_model=Thinned,
+    options=DareLinearOptions,
+    in_runs=DROPPED,
+)
 def dare_linear(
     inputs: Sequence[ModelTensor], base: Tensor, options: DareLinearOptions, unit: UnitInfo
 ) -> Tensor:
@@ -116,7 +174,13 @@ def dare_linear(
     return _sum(base, vectors, options)
 
 
-@merge_method("dare_ties", base=BasePolicy.REQUIRED, per_model=Thinned, options=DareTiesOptions)
+@merge_method(
+    "dare_ties",
+    base=BasePolicy.REQUIRED,
+    per_model=Thinned,
+    options=DareTiesOptions,
+    in_runs=DROPPED,
+)
 def dare_ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: DareTiesOptions, unit: UnitInfo
 ) -> Tensor:
@@ -161,7 +225,11 @@ class DellaOptions(NormalisedElection, DellaLinearOptions):
 
 
 @merge_method(
-    "della_linear", base=BasePolicy.REQUIRED, per_model=DellaParams, options=DellaLinearOptions
+    "della_linear",
+    base=BasePolicy.REQUIRED,
+    per_model=DellaParams,
+    options=DellaLinearOptions,
+    in_runs=RANKED,
 )
 def della_linear(
     inputs: Sequence[ModelTensor], base: Tensor, options: DellaLinearOptions, unit: UnitInfo
@@ -181,7 +249,13 @@ def della_linear(
     return _sum(base, vectors, options)
 
 
-@merge_method("della", base=BasePolicy.REQUIRED, per_model=DellaParams, options=DellaOptions)
+@merge_method(
+    "della",
+    base=BasePolicy.REQUIRED,
+    per_model=DellaParams,
+    options=DellaOptions,
+    in_runs=RANKED,
+)
 def della(
     inputs: Sequence[ModelTensor], base: Tensor, options: DellaOptions, unit: UnitInfo
 ) -> Tensor:
@@ -205,7 +279,11 @@ class BreadcrumbsTiesOptions(Election, SumOptions):
 
 
 @merge_method(
-    "breadcrumbs", base=BasePolicy.REQUIRED, per_model=BreadcrumbsParams, options=SumOptions
+    "breadcrumbs",
+    base=BasePolicy.REQUIRED,
+    per_model=BreadcrumbsParams,
+    options=SumOptions,
+    in_runs=TRIMMED,
 )
 def breadcrumbs(
     inputs: Sequence[ModelTensor], base: Tensor, options: SumOptions, unit: UnitInfo
@@ -223,6 +301,7 @@ def breadcrumbs(
     base=BasePolicy.REQUIRED,
     per_model=BreadcrumbsParams,
     options=BreadcrumbsTiesOptions,
+    in_runs=TRIMMED,
 )
 def breadcrumbs_ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: BreadcrumbsTiesOptions, unit: UnitInfo
