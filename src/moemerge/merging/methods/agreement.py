@@ -190,7 +190,9 @@ class RamPlusOptions(RamOptions):
     alpha: float = param(0.2, minimum=0, help="upper limit of the ratio of shared to own changes")
 
 
-@merge_method("ram", base=BasePolicy.REQUIRED, per_model=NoParams, options=RamOptions)
+@merge_method(
+    "ram", base=BasePolicy.REQUIRED, per_model=NoParams, options=RamOptions, elementwise=True
+)
 def ram(inputs: Sequence[ModelTensor], base: Tensor, options: RamOptions, unit: UnitInfo) -> Tensor:
     """Keep changes of one model alone, average changes that several made.
 
