@@ -131,7 +131,7 @@ class RankedMask:
         for first in range(0, matrix.shape[0], step):
             chunk = matrix[first : first + step]
             keep = stream.keep((row + first) * columns, chunk.numel(), thresholds).view_as(chunk)
-            ranked = gains.expand(chunk.shape).contiguous()
+            ranked = gains.repeat(len(chunk), 1)  # a copy, also of one row
             bits(ranked).bitwise_and_(keep.to(bits(ranked).dtype))
             chunk.mul_(torch.empty_like(chunk).scatter_(1, ascending_order(chunk), ranked))
 
