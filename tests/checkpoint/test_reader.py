@@ -41,6 +41,16 @@ def test_sharded_reads_like_single(make_folder: MakeFolder, sharded: Path) -> No
     assert checkpoint.fingerprint() == single.fingerprint()
 
 
+def test_models_with_equal_headers_share_their_structure(make_folder: MakeFolder) -> None:
+    first, second = (Checkpoint.open(make_folder(name=name)) for name in ("a", "b"))
+    assert first.structure is second.structure
+    assert first.files[0].path != second.files[0].path
+    (make_folder(name="c") / "config.json").write_text('{"model_type": "mixtral"}')
+    with Checkpoint.open(first.path.parent / "c") as third:
+        assert third.structure is not first.structure
+        assert third.files[0].tensors is first.files[0].tensors
+
+
 def test_reads_are_fresh_memory(sharded: Path) -> None:
     checkpoint = Checkpoint.open(sharded)
     checkpoint["model.norm.weight"].zero_()

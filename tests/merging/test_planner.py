@@ -12,7 +12,11 @@ from safetensors.torch import load_file, save_file
 
 import moemerge
 import zoo
+from moemerge import api
+from moemerge.config.settings import MergeSettings
 from moemerge.errors import ArchitectureError, CheckpointError, ConfigError
+from moemerge.merging.planner import Planner
+from moemerge.merging.run import plan_merge
 
 
 def edit(folder: Path, change) -> None:
@@ -66,6 +70,29 @@ def test_gradient_runs_over_the_layers_and_starts_outside_them(dense, tmp_path):
         layer = int(name.split(".")[2]) if ".layers." in name else 0
         t = layer / 3 if ".layers." in name else 0.0
         torch.testing.assert_close(value, t * ta[name] + (1 - t) * tb[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["linear", "ties"])
+def test_tensors_of_one_kind_are_planned_as_if_alone(olmoe, method, monkeypatch):
+    base, *tuned = olmoe
+    config = linear(tuned) if method == "linear" else ties(base, tuned)
+    config["parameters"] = {"weight": [0.2, 0.7]}  # other values in each layer
+    for entry in config["models"]:
+        del entry["parameters"]
+
+    def plan():
+        return plan_merge(api.load_config(config), MergeSettings()).plan
+
+    together, planned = plan(), []
+    one = Planner._tensor
+    monkeypatch.setattr(Planner, "_tensor", lambda *a: planned.append(a) or one(*a))
+    assert plan().blocks == together.blocks
+    assert len(planned) < len(together.tensors) / 2
+    monkeypatch.setattr(Planner, "_kind", lambda *_: None)
+    alone = plan()
+    assert together.blocks == alone.blocks
+    assert together.tensors == alone.tensors
+    assert together.accounts == alone.accounts
 
 
 @pytest.mark.parametrize(

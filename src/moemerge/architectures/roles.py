@@ -25,6 +25,8 @@ class Role(StrEnum):
     HEAD = "head"
     OTHER = "other"
 
+    __hash__ = str.__hash__  # faster than Enum's
+
 
 ROUTING_ROLES = frozenset({Role.ROUTER, Role.ROUTER_BIAS, Role.SELECTION_BIAS})
 

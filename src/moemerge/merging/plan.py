@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import WHOLE, Slot, Unit
@@ -204,6 +204,9 @@ def _run_rows(info: TensorInfo, elements: int) -> int:
 
 
 def _runs(info: TensorInfo, merge: UnitMerge, step: int) -> Iterator[MergeBlock]:
+    if info.rows <= step:
+        yield MergeBlock(info.name, None, info.shape, (merge,))
+        return
     for start in range(0, info.rows, step):
         rows = (start, min(start + step, info.rows))
         yield MergeBlock(info.name, rows, info.block_shape(rows), (in_rows(merge, rows),))
@@ -228,37 +231,41 @@ class Fate(StrEnum):
     DROPPED = "dropped"
 
 
-@dataclass(frozen=True)
-class Account:
+class Account(NamedTuple):
     """How one input tensor is used, and why; the reason is empty for an ordinary merge."""
 
-    model: str
-    tensor: str
     fate: Fate
     reason: str = ""
+
+
+Accounts = Mapping[str, Mapping[str, Account]]  # by model and tensor
+_PLAIN = {fate: Account(fate) for fate in Fate}
 
 
 class Ledger:
     """Records how every input tensor is used, while the plan is made."""
 
     def __init__(self) -> None:
-        self._accounts: dict[tuple[str, str], Account] = {}
+        self._accounts: dict[str, dict[str, Account]] = defaultdict(dict)
 
     def record(self, model: str, tensor: str, fate: Fate, reason: str = "") -> None:
         """Record a fate. A use replaces an earlier drop, because a stack may be used in part."""
-        known = self._accounts.get((model, tensor))
+        known = self._accounts[model].get(tensor)
         if known is None or known.fate is Fate.DROPPED:
-            self._accounts[model, tensor] = Account(model, tensor, fate, reason)
+            self._accounts[model][tensor] = Account(fate, reason) if reason else _PLAIN[fate]
 
     def __contains__(self, key: tuple[str, str]) -> bool:
-        return key in self._accounts
+        model, tensor = key
+        return tensor in self._accounts[model]
 
-    def complete(self, models: Mapping[str, OpenModel]) -> Iterator[Account]:
-        """Yield one account for every input tensor. Unused tensors are dropped."""
+    def complete(self, models: Mapping[str, OpenModel]) -> Accounts:
+        """Return one account for every input tensor. Unused tensors are dropped."""
         for name, model in models.items():
+            known = self._accounts[name]
             for tensor in model.checkpoint.tensors:
-                known = self._accounts.get((name, tensor))
-                yield known or Account(name, tensor, Fate.DROPPED, _unused(model, tensor))
+                if tensor not in known:
+                    known[tensor] = Account(Fate.DROPPED, _unused(model, tensor))
+        return self._accounts
 
 
 def _unused(model: OpenModel, tensor: str) -> str:
@@ -273,7 +280,7 @@ class MergePlan:
     models: tuple[OpenModel, ...]
     tensors: tuple[TensorInfo, ...]  # output tensors, in writing order
     blocks: tuple[MergeBlock, ...]
-    accounts: tuple[Account, ...]
+    accounts: Accounts
     input_dtype: Dtype | None  # the config's `dtype`: inputs are cast to it first
     seed: int
     notices: tuple[str, ...] = ()

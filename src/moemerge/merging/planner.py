@@ -22,7 +22,7 @@ from moemerge.merging.coefficients import Weighing
 from moemerge.merging.matching import Destination, Destinations, UnitIndex
 from moemerge.merging.method import METHODS, MergeMethod, UnitInfo, yaml_key
 from moemerge.merging.plan import (
-    Account,
+    Accounts,
     Fate,
     Ledger,
     MergeBlock,
@@ -43,7 +43,7 @@ class OutputTensors:
 
     tensors: tuple[TensorInfo, ...]
     blocks: tuple[MergeBlock, ...]
-    accounts: tuple[Account, ...]
+    accounts: Accounts
     notices: tuple[str, ...]
     layer_origins: tuple[tuple[str, int], ...]  # (reference model, its layer) per output layer
 
@@ -71,6 +71,7 @@ class Planner:
         coefficients: Coefficients | None = None,
         requantise: bool = False,
         whole: bool = False,
+        filtered: bool = False,
     ) -> None:
         self.merge = merge
         self.models = models
@@ -93,6 +94,9 @@ class Planner:
         self.names: dict[str, set[str]] = defaultdict(set)  # role -> names of merged tensors
         self._params: dict[tuple[Any, ...], Any] = {}
         self._weighed: set[tuple[Any, ...]] = set()
+        self._kinds: dict[tuple[object, ...], tuple[TensorInfo, MergeBlock]] = {}
+        self._by_kind = coefficients is None and not (requantise or filtered)
+        self._layer: tuple[Destination | None, bool] = None, False
 
     # -- all tensors -------------------------------------------------------------------------
 
@@ -104,7 +108,7 @@ class Planner:
             self.models[self.destinations.reference(self.merge.slices[-1]).name],
         )
         for reference, name, to in self.destinations:
-            planned = self._tensor(reference, name, to)
+            planned = self._planned(reference, name, to)
             if planned is not None:
                 tensors.append(planned[0])
                 blocks.extend(planned[1])
@@ -117,10 +121,64 @@ class Planner:
         return OutputTensors(
             tensors=tuple(tensors),
             blocks=tuple(blocks),
-            accounts=tuple(self.ledger.complete(self.models)),
+            accounts=self.ledger.complete(self.models),
             notices=tuple(self._notices()),
             layer_origins=tuple(self.destinations.origins()),
         )
+
+    # -- tensors of one kind -----------------------------------------------------------------
+
+    def _planned(
+        self, reference: str, name: str, to: Destination
+    ) -> tuple[TensorInfo, list[MergeBlock]] | None:
+        """Return the plan of a tensor: like the first of its kind, if there is one."""
+        kind = self._kind(reference, name, to)
+        if kind in self._kinds:
+            return self._like(*self._kinds[kind], self.index[reference].by_tensor[name][0], to)
+        planned = self._tensor(reference, name, to)
+        if kind is not None and planned is not None:
+            info, blocks = planned
+            if len(blocks) == 1 and len(blocks[0].merges) == 1:
+                self._kinds[kind] = info, blocks[0]
+        return planned
+
+    def _kind(self, reference: str, name: str, to: Destination) -> tuple[object, ...] | None:
+        """Return everything that the plan of a tensor depends on besides names, or None.
+
+        Thousands of experts are of one kind. If all models have one structure, keep their layers
+        and have no filters, the first of a kind is planned and the others are planned like it.
+        """
+        if to is not self._layer[0]:
+            self._layer = to, self._by_kind and self._is_uniform(reference, to)
+        index = self.index[reference]
+        units, stored = index.by_tensor[name], index.model.checkpoint.tensors[name]
+        if not self._layer[1] or len(units) > 1 or units[0].slot != WHOLE:
+            return None
+        return to.slice_index, to.t, units[0].role, stored.shape, stored.dtype
+
+    def _is_uniform(self, reference: str, to: Destination) -> bool:
+        units = self.index[reference].by_tensor
+        names = [source.name for source in self._slice(to).models]
+        return to.layer is not None and all(
+            self.index[name].by_tensor is units and to.layers.get(name) == to.layer
+            for name in names
+        )
+
+    def _like(
+        self, info: TensorInfo, block: MergeBlock, unit: Unit, to: Destination
+    ) -> tuple[TensorInfo, list[MergeBlock]]:
+        """Return the plan of a tensor of the same kind as a planned one."""
+        (merge,), name = block.merges, unit.tensor
+        info = TensorInfo(name, info.dtype, info.shape, info.nbytes)
+        key = None if merge.inputs[0].statistics is None else unit.key
+        reads = [UnitInput(s.model, name, WHOLE, s.params, key, s.scale) for s in merge.reads]
+        inputs = tuple(reads[: len(merge.inputs)])
+        base = None if merge.base is None else reads[-1]
+        merge = UnitMerge(
+            unit, merge.method, merge.options, inputs, base, None, merge.wraps, merge.whole
+        )
+        self._account({model: [unit] for model in to.layers}, [merge])
+        return info, [MergeBlock(name, None, info.shape, (merge,))]
 
     # -- one tensor --------------------------------------------------------------------------
 

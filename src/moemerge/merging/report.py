@@ -117,11 +117,12 @@ def describe_plan(
 def _accounts(plan: MergePlan, bases: Collection[str]) -> tuple[ModelAccount, ...]:
     merged: dict[str, int] = defaultdict(int)
     rest: dict[tuple[str, Fate], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for account in plan.accounts:
-        if account.fate is Fate.MERGED and not account.reason:
-            merged[account.model] += 1
-        else:
-            rest[account.model, account.fate][account.reason].append(account.tensor)
+    for model, accounts in plan.accounts.items():
+        for tensor, (fate, reason) in accounts.items():
+            if fate is Fate.MERGED and not reason:
+                merged[model] += 1
+            else:
+                rest[model, fate][reason].append(tensor)
     return tuple(
         ModelAccount(
             name=m.name,

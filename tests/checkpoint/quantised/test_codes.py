@@ -7,6 +7,7 @@ import torch
 
 from moemerge.checkpoint.quantised import scheme as kinds
 from moemerge.checkpoint.quantised.scheme import Codes
+from moemerge.runtime.dtypes import Dtype
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 BYTES = torch.arange(256, dtype=torch.uint8)
@@ -62,3 +63,9 @@ def test_values_come_back_as_the_same_codes(kind: tuple[Codes, torch.Tensor]) ->
     every = torch.arange(len(values), dtype=torch.uint8)
     finite = values.isfinite()
     assert torch.equal(codes.round(values[finite]), every[finite])
+
+
+@pytest.mark.parametrize("known", kinds._ERRORS, ids=str)
+def test_known_rounding_errors_are_the_measured_ones(known) -> None:
+    scheme = kinds.Scheme(*known, Dtype.FLOAT32)
+    assert kinds.relative_error(scheme) == pytest.approx(kinds._measured_error(scheme), abs=1e-4)
