@@ -1,8 +1,10 @@
-"""Large MoE models without their weights: files of holes.
+"""Large MoE models on paper: files of holes, and estimates of bytes, time and memory.
 
     python -m tools.scale holes deepseek-v3 FOLDER      a checkpoint whose data is a hole
+    python -m tools.scale table                         the tables of docs/scale.md
 
 A file of holes has the header and the size of the real one, reads as zeros and takes no disk space.
+The rates of the estimates are in docs/data/scale.json, with the runs that they are compared with.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ class Shape:
             yield _plain(prefix + "post_attention_layernorm.weight", self.hidden)
             if self.model_type in ("deepseek_v3", "kimi_k2"):
                 yield from self._deepseek_layer(layer, prefix)
-            elif self.model_type == "qwen3_moe":
+            elif self.model_type in ("qwen3_moe", "olmoe"):
                 yield from self._qwen_layer(prefix)
             else:
                 yield from self._gpt_oss_layer(prefix)
@@ -197,6 +199,15 @@ SHAPES = {
 }
 
 
+# Measured shapes, with which the estimates are compared.
+MEASURED = {
+    "olmoe-1b-7b": Shape("olmoe", 16, 2048, 64, 8, 1024, 16, 50304, kv_heads=16, head_dim=128),
+    "qwen3-30b-a3b": Shape(
+        "qwen3_moe", 48, 2048, 128, 8, 768, 32, 151936, kv_heads=4, head_dim=128
+    ),
+}
+
+
 def _plain(name: str, *shape: int) -> TensorInfo:
     return TensorInfo.of(name, BF16, shape)
 
@@ -231,6 +242,141 @@ def make_holes(shape: Shape, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(shape.config))
 
 
+# --- estimates ------------------------------------------------------------------------------------
+
+RATES = Path(__file__).parents[1] / "docs" / "data" / "scale.json"
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes on disk and in bf16, and parameters that one token uses."""
+
+    stored: int
+    plain: int
+    parameters: int
+    active: int
+    moe_layers: int
+    expert: int  # parameters of one expert
+
+    @classmethod
+    def of(cls, shape: Shape) -> Size:
+        stored = parameters = routed = 0
+        for info in shape.tensors():
+            stored += info.nbytes
+            if info.name.endswith(("_scale_inv", "_scales")):
+                continue
+            count = info.nbytes // info.dtype.itemsize * (2 if info.dtype is U8 else 1)
+            parameters += count
+            routed += count if ".experts." in info.name else 0
+        idle = routed - routed * shape.top_k // shape.experts
+        layers = shape.layers + shape.extra_layers - shape.dense_layers
+        each = routed // (layers * shape.experts)
+        return cls(stored, 2 * parameters, parameters, parameters - idle, layers, each)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of the jobs with one base and two fine-tunes, by the rates of `RATES`."""
+
+    shape: Shape
+    size: Size
+    rates: dict[str, float]
+
+    @classmethod
+    def of(cls, shape: Shape) -> Estimate:
+        return cls(shape, Size.of(shape), json.loads(RATES.read_text())["rates"])
+
+    def merge(self, method: str, cores: int, disk: float) -> float:
+        """Return the seconds of a merge: computing overlaps reading and writing."""
+        quantised = "_fp8" if self.size.stored < 0.9 * self.size.plain else ""
+        work = self.rates[f"{method}{quantised}_core_seconds_per_gb"] * self.size.plain / GB / cores
+        moved = (3 * self.size.stored + self.size.plain) / disk
+        return self.rates["merge_start_seconds"] + max(work, moved)
+
+    def calibrate(self, tokens: int, gpus: int = 1) -> float:
+        """Return the seconds of a calibration of the merge, which is read once."""
+        flops = 2 * self.size.active * tokens
+        read = self.size.stored / self.rates["read_bytes_per_second"]
+        return read + flops / self.rates["calibrate_flops"] / gpus
+
+    def refit(self, tokens: int, gpus: int = 1) -> float:
+        """Return the seconds of a refit of all maps. Reading three models overlaps computing."""
+        shape, rates = self.shape, self.rates
+        forward = 3 * 2 * self.size.active * tokens / rates["refit_forward_flops"]
+        experts = self.size.moe_layers * shape.experts
+        rows = tokens * shape.top_k / shape.experts  # tokens of one expert
+        gram = 2 * rows * (shape.hidden**2 + shape.expert_width**2)
+        solve = experts * (rates["refit_expert_seconds"] + gram / rates["refit_gram_flops"])
+        layers = shape.layers * rates["refit_layer_seconds"]
+        read = 3 * self.size.stored / rates["read_bytes_per_second"]
+        start = rates["refit_start_seconds"] + rates["refit_seconds_per_gb"] * self.size.stored / GB
+        return start + max(read, (forward + solve + layers) / gpus)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Return the bf16 bytes of one layer's experts, the most that a job needs at once."""
+        return 2 * self.shape.experts * self.size.expert
+
+
+def estimates() -> Iterator[list[str]]:
+    """Yield the rows of the table of estimates."""
+    for name, shape in SHAPES.items():
+        e = Estimate.of(shape)
+        yield [
+            name,
+            f"{e.size.parameters / GB:.0f}, {e.size.active / GB:.0f}",
+            f"{e.size.stored / GB:.0f}",
+            f"{(3 * e.size.stored + e.size.plain) / GB:.0f}",
+            _minutes(e.merge("ties", 16, MERGE_DISK)),
+            _minutes(e.calibrate(TOKENS)),
+            _minutes(e.calibrate(TOKENS, 8)),
+            _minutes(e.refit(TOKENS)),
+            _minutes(e.refit(TOKENS, 8)),
+            f"{e.layer_bytes / GB:.1f}",
+        ]
+
+
+TOKENS = 10**6
+MERGE_DISK = 2.5 * GB
+HEADINGS = (
+    "model",
+    "parameters, active (B)",
+    "stored, GB",
+    "merge moves, GB",
+    "merge (`ties`)",
+    "calibrate",
+    "8 GPUs",
+    "refit",
+    "8 GPUs",
+    "experts of a layer, GB",
+)
+
+
+def checks() -> Iterator[list[str]]:
+    """Yield the rows of the table of measured runs."""
+    for run in json.loads(RATES.read_text())["checks"]:
+        estimate = Estimate.of(MEASURED[run["shape"]])
+        got = getattr(estimate, run["job"])(run["tokens"])
+        error = got / run["seconds"] - 1
+        tokens = f"{run['tokens'] / 1e6:g} M"
+        measured = f"{run['seconds']:.1f} s"
+        what = "rates" if run["used"] else "check"
+        yield [run["job"], run["shape"], tokens, measured, f"{got:.1f} s", f"{error:+.0%}", what]
+
+
+CHECK_HEADINGS = ("job", "shape", "tokens", "measured", "estimate", "error", "used for")
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min" if seconds < 600 else f"{seconds / 60:.0f} min"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(headings) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (headings, rule, *rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -239,8 +385,12 @@ def main() -> None:
     holes = commands.add_parser("holes")
     holes.add_argument("shape", choices=list(SHAPES))
     holes.add_argument("folder", type=Path)
+    commands.add_parser("table")
     args = parser.parse_args()
-    make_holes(SHAPES[args.shape], args.folder)
+    if args.command == "holes":
+        make_holes(SHAPES[args.shape], args.folder)
+    else:
+        print(table(HEADINGS, estimates()), table(CHECK_HEADINGS, checks()), sep="\n\n")
 
 
 if __name__ == "__main__":

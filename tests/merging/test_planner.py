@@ -15,6 +15,7 @@ import zoo
 from moemerge import api
 from moemerge.config.settings import MergeSettings
 from moemerge.errors import ArchitectureError, CheckpointError, ConfigError
+from moemerge.merging.kinds import PlannedKinds
 from moemerge.merging.planner import Planner
 from moemerge.merging.run import plan_merge
 
@@ -88,7 +89,7 @@ def test_tensors_of_one_kind_are_planned_as_if_alone(olmoe, method, monkeypatch)
     monkeypatch.setattr(Planner, "_tensor", lambda *a: planned.append(a) or one(*a))
     assert plan().blocks == together.blocks
     assert len(planned) < len(together.tensors) / 2
-    monkeypatch.setattr(Planner, "_kind", lambda *_: None)
+    monkeypatch.setattr(PlannedKinds, "kind", lambda *_: None)
     alone = plan()
     assert together.blocks == alone.blocks
     assert together.tensors == alone.tensors

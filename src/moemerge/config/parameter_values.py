@@ -263,6 +263,13 @@ class ParameterReader:
         # The branches that decided, of every list of filters that was evaluated (by its id).
         self.decided: dict[int, set[int]] = {}
 
+    @property
+    def has_filters(self) -> bool:
+        """Return whether a value depends on a tensor's name or role."""
+        scopes = [*self._scopes.slices, *self._scopes.outer, self._override or {}]
+        scopes += [values for models in self._scopes.models for values in models.values()]
+        return any(isinstance(v, Conditional) for scope in scopes for v in scope.values())
+
     def values(
         self,
         tensor: TensorContext,

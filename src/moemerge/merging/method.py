@@ -232,7 +232,6 @@ def merge_method(
     elementwise: bool = False,
     statistics: StatisticsKind | None = None,
     weights: WeightsFunction | None = None,
-    in_runs: InRuns | None = None,
 ) -> Callable[[MergeFunction], MergeFunction]:
     """Register a merge method under the `name` that configs use.
 
@@ -240,7 +239,6 @@ def merge_method(
     With `statistics`, each input carries its model's statistics of the unit if there are any.
     `weights` returns each model's weight and refuses invalid ones. An `elementwise` method with
     `weights` must be that weighted sum, because the sum is then computed without calling it.
-    Units too large for memory are merged by `in_runs`, if the method has it.
     """
 
     if elementwise and statistics is not None:
@@ -266,6 +264,7 @@ def merge_method(
             statistics=statistics,
             time=getattr(function, _TIME, "passes"),
         )
+        in_runs = getattr(function, _IN_RUNS, None)
         method = MergeMethod(schema, function, per_model, options, elementwise, weights, in_runs)
         METHODS.add(name, method)
         return function
@@ -274,6 +273,20 @@ def merge_method(
 
 
 _TIME = "moemerge_time"
+_IN_RUNS = "moemerge_in_runs"
+
+
+def merges_in_runs(in_runs: InRuns) -> Callable[[MergeFunction], MergeFunction]:
+    """Declare how a method merges units that are too large for memory.
+
+    The decorator goes below `merge_method`.
+    """
+
+    def mark(function: MergeFunction) -> MergeFunction:
+        setattr(function, _IN_RUNS, in_runs)
+        return function
+
+    return mark
 
 
 def takes(time: MethodTime) -> Callable[[MergeFunction], MergeFunction]:

@@ -186,7 +186,8 @@ def _is_large(merge: UnitMerge) -> bool:
     if merge.wraps or merge.whole or merge.prepare is not None or merge.base is None:
         return False
     neurons = any(isinstance(source.scale, NeuronScale) for source in merge.inputs)
-    return not neurons and all(u.slot == WHOLE for u in (merge.unit, *merge.reads))
+    whole = merge.unit.slot == WHOLE and all(source.slot == WHOLE for source in merge.reads)
+    return whole and not neurons
 
 
 def _large_runs(info: TensorInfo, merge: UnitMerge) -> Iterator[MergeBlock]:

@@ -11,6 +11,7 @@ from moemerge.architectures.names import with_layer
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import ROUTING_ROLES, WHOLE, Role, Unit
 from moemerge.checkpoint import TensorInfo
+from moemerge.checkpoint.quantised.recognise import Quantisation
 from moemerge.checkpoint.quantised.scheme import relative_error
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.config.coefficients import Coefficients
@@ -19,6 +20,7 @@ from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.merging import matching
 from moemerge.merging.coefficients import Weighing
+from moemerge.merging.kinds import PlannedKinds
 from moemerge.merging.matching import Destination, Destinations, UnitIndex
 from moemerge.merging.method import METHODS, MergeMethod, UnitInfo, yaml_key
 from moemerge.merging.plan import (
@@ -71,7 +73,6 @@ class Planner:
         coefficients: Coefficients | None = None,
         requantise: bool = False,
         whole: bool = False,
-        filtered: bool = False,
     ) -> None:
         self.merge = merge
         self.models = models
@@ -94,9 +95,11 @@ class Planner:
         self.names: dict[str, set[str]] = defaultdict(set)  # role -> names of merged tensors
         self._params: dict[tuple[Any, ...], Any] = {}
         self._weighed: set[tuple[Any, ...]] = set()
-        self._kinds: dict[tuple[object, ...], tuple[TensorInfo, MergeBlock]] = {}
+        self._kinds = PlannedKinds(self.index)
+        filtered = any(
+            r.has_filters for r in (merge.reader, merge.router_reader, *merge.wraps) if r
+        )
         self._by_kind = coefficients is None and not (requantise or filtered)
-        self._layer: tuple[Destination | None, bool] = None, False
 
     # -- all tensors -------------------------------------------------------------------------
 
@@ -126,61 +129,21 @@ class Planner:
             layer_origins=tuple(self.destinations.origins()),
         )
 
-    # -- tensors of one kind -----------------------------------------------------------------
+    # -- one tensor --------------------------------------------------------------------------
 
     def _planned(
         self, reference: str, name: str, to: Destination
     ) -> tuple[TensorInfo, list[MergeBlock]] | None:
-        """Return the plan of a tensor: like the first of its kind, if there is one."""
-        kind = self._kind(reference, name, to)
-        if kind in self._kinds:
-            return self._like(*self._kinds[kind], self.index[reference].by_tensor[name][0], to)
+        kind = self._kinds.kind(reference, name, to) if self._by_kind else None
+        unit = self.index[reference].by_tensor[name][0]
+        alike = self._kinds.like(kind, unit)
+        if alike is not None:
+            info, block = alike
+            self._account({model: [unit] for model in to.layers}, block.merges)
+            return info, [block]
         planned = self._tensor(reference, name, to)
-        if kind is not None and planned is not None:
-            info, blocks = planned
-            if len(blocks) == 1 and len(blocks[0].merges) == 1:
-                self._kinds[kind] = info, blocks[0]
+        self._kinds.add(kind, planned)
         return planned
-
-    def _kind(self, reference: str, name: str, to: Destination) -> tuple[object, ...] | None:
-        """Return everything that the plan of a tensor depends on besides names, or None.
-
-        Thousands of experts are of one kind. If all models have one structure, keep their layers
-        and have no filters, the first of a kind is planned and the others are planned like it.
-        """
-        if to is not self._layer[0]:
-            self._layer = to, self._by_kind and self._is_uniform(reference, to)
-        index = self.index[reference]
-        units, stored = index.by_tensor[name], index.model.checkpoint.tensors[name]
-        if not self._layer[1] or len(units) > 1 or units[0].slot != WHOLE:
-            return None
-        return to.slice_index, to.t, units[0].role, stored.shape, stored.dtype
-
-    def _is_uniform(self, reference: str, to: Destination) -> bool:
-        units = self.index[reference].by_tensor
-        names = [source.name for source in self._slice(to).models]
-        return to.layer is not None and all(
-            self.index[name].by_tensor is units and to.layers.get(name) == to.layer
-            for name in names
-        )
-
-    def _like(
-        self, info: TensorInfo, block: MergeBlock, unit: Unit, to: Destination
-    ) -> tuple[TensorInfo, list[MergeBlock]]:
-        """Return the plan of a tensor of the same kind as a planned one."""
-        (merge,), name = block.merges, unit.tensor
-        info = TensorInfo(name, info.dtype, info.shape, info.nbytes)
-        key = None if merge.inputs[0].statistics is None else unit.key
-        reads = [UnitInput(s.model, name, WHOLE, s.params, key, s.scale) for s in merge.reads]
-        inputs = tuple(reads[: len(merge.inputs)])
-        base = None if merge.base is None else reads[-1]
-        merge = UnitMerge(
-            unit, merge.method, merge.options, inputs, base, None, merge.wraps, merge.whole
-        )
-        self._account({model: [unit] for model in to.layers}, [merge])
-        return info, [MergeBlock(name, None, info.shape, (merge,))]
-
-    # -- one tensor --------------------------------------------------------------------------
 
     def _tensor(
         self, reference: str, name: str, to: Destination
@@ -473,14 +436,12 @@ class Planner:
             if notice:
                 yield f"{model.name}: {notice}"
             if model.checkpoint.quantisation is not None:
-                yield f"{model.name}: {coarseness(model)}"
+                yield f"{model.name}: {coarseness(model.checkpoint.quantisation)}"
         yield from self.vocabularies.notices
 
 
-def coarseness(model: OpenModel) -> str:
+def coarseness(quantisation: Quantisation) -> str:
     """Describe the rounding error that a quantised model already has."""
-    quantisation = model.checkpoint.quantisation
-    assert quantisation is not None
     schemes = {unit.stored_as: unit.scheme for unit in quantisation.units.values()}
     errors = [f"{name} ({relative_error(scheme):.1%})" for name, scheme in schemes.items()]
     return (

@@ -179,7 +179,6 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
         coefficients=loaded.coefficients,
         requantise=requantise,
         whole=config.tasks is not None,
-        filtered=bool(loaded.filters),
     )
     output = planner.plan()
     readers = [reader for reader in (merge.reader, merge.router_reader) if reader is not None]

@@ -151,9 +151,11 @@ def _cuts(deltas: Deltas, k: int) -> list[Cut]:
 
 def _count(values: Tensor, cut: int, left: int, width: int) -> Tensor:
     """Count each value of the next `width` bits of the elements whose first bits are `cut`."""
+    is_first = left + width == 8 * values.dtype.itemsize - 1
     counts = torch.zeros(2**width, dtype=torch.int64, device=values.device)
     for at in chunks(values):
         code = bits(values[at].abs()) >> left
-        digits = code[code >> width == cut] & (2**width - 1)
-        counts += torch.bincount(digits, minlength=2**width)
+        if not is_first:
+            code = code[code >> width == cut] & (2**width - 1)
+        counts += torch.bincount(code, minlength=2**width)
     return counts.cpu()

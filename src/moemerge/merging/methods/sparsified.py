@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.errors import ConfigError
-from moemerge.merging.method import InRuns, ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.method import (
+    InRuns,
+    ModelTensor,
+    UnitInfo,
+    merge_method,
+    merges_in_runs,
+    param,
+)
 from moemerge.merging.methods._runs import (
     Deltas,
     Run,
@@ -117,9 +124,8 @@ class TiesOptions(NormalisedElection, SumOptions):
     pass
 
 
-@merge_method(
-    "ties", base=BasePolicy.REQUIRED, per_model=Thinned, options=TiesOptions, in_runs=TRIMMED
-)
+@merge_method("ties", base=BasePolicy.REQUIRED, per_model=Thinned, options=TiesOptions)
+@merges_in_runs(TRIMMED)
 def ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: TiesOptions, unit: UnitInfo
 ) -> Tensor:
@@ -161,8 +167,8 @@ class DareTiesOptions(Election, DareLinearOptions):
     base=BasePolicy.REQUIRED,
     per_model=Thinned,
     options=DareLinearOptions,
-    in_runs=DROPPED,
 )
+@merges_in_runs(DROPPED)
 def dare_linear(
     inputs: Sequence[ModelTensor], base: Tensor, options: DareLinearOptions, unit: UnitInfo
 ) -> Tensor:
@@ -179,8 +185,8 @@ def dare_linear(
     base=BasePolicy.REQUIRED,
     per_model=Thinned,
     options=DareTiesOptions,
-    in_runs=DROPPED,
 )
+@merges_in_runs(DROPPED)
 def dare_ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: DareTiesOptions, unit: UnitInfo
 ) -> Tensor:
@@ -229,8 +235,8 @@ class DellaOptions(NormalisedElection, DellaLinearOptions):
     base=BasePolicy.REQUIRED,
     per_model=DellaParams,
     options=DellaLinearOptions,
-    in_runs=RANKED,
 )
+@merges_in_runs(RANKED)
 def della_linear(
     inputs: Sequence[ModelTensor], base: Tensor, options: DellaLinearOptions, unit: UnitInfo
 ) -> Tensor:
@@ -254,8 +260,8 @@ def della_linear(
     base=BasePolicy.REQUIRED,
     per_model=DellaParams,
     options=DellaOptions,
-    in_runs=RANKED,
 )
+@merges_in_runs(RANKED)
 def della(
     inputs: Sequence[ModelTensor], base: Tensor, options: DellaOptions, unit: UnitInfo
 ) -> Tensor:
@@ -283,8 +289,8 @@ class BreadcrumbsTiesOptions(Election, SumOptions):
     base=BasePolicy.REQUIRED,
     per_model=BreadcrumbsParams,
     options=SumOptions,
-    in_runs=TRIMMED,
 )
+@merges_in_runs(TRIMMED)
 def breadcrumbs(
     inputs: Sequence[ModelTensor], base: Tensor, options: SumOptions, unit: UnitInfo
 ) -> Tensor:
@@ -301,8 +307,8 @@ def breadcrumbs(
     base=BasePolicy.REQUIRED,
     per_model=BreadcrumbsParams,
     options=BreadcrumbsTiesOptions,
-    in_runs=TRIMMED,
 )
+@merges_in_runs(TRIMMED)
 def breadcrumbs_ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: BreadcrumbsTiesOptions, unit: UnitInfo
 ) -> Tensor:
