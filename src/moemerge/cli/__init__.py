@@ -54,6 +54,8 @@ def main() -> None:
     except BaseException as error:
         sys.stderr.write("error: interrupted\n" if _pressed else f"error: {_unforeseen(error)}\n")
         code = INTERRUPTED if _pressed else UNFORESEEN
+    for number in (signal.SIGINT, signal.SIGTERM):  # the command is over
+        signal.signal(number, signal.SIG_IGN)
     if code == INTERRUPTED and _pressed == signal.SIGTERM:
         code = TERMINATED
     sys.stdout.flush()
