@@ -17,7 +17,6 @@ import typer
 from typer.testing import CliRunner
 
 import moemerge.cli
-import moemerge.config
 import quantised_zoo as qz
 import zoo
 from calibration.cases import write_text
@@ -96,7 +95,8 @@ def scratch(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
         write_text(tmp_path / f"{name}.jsonl", seed=seed, rows=12)
     shutil.copytree(models["math"], tmp_path / "merged")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for package in (moemerge, moemerge.config, moemerge.cli):  # where pages add modules
+    shutil.copytree(ROOT / "examples" / "rescale", tmp_path / "src" / "moemerge")
+    for package in (moemerge, moemerge.cli):  # where the example of a job adds modules
         added = tmp_path / "src" / package.__name__.replace(".", "/")
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(added)])
     monkeypatch.delitem(sys.modules, "my_methods", raising=False)  # of another page
@@ -196,8 +196,6 @@ def test_blocks_of_a_page_run(page: Path, scratch: Path) -> None:
             path = scratch / named[1]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        if named and named[1].startswith("src/moemerge/"):
-            continue  # a module of the package, which commands below will use
         if kind == "sh":
             for words in commands(text):
                 run(words)
