@@ -16,7 +16,6 @@ from evidence.run import ALL, TableRequest, run_tables
 from evidence.seed_tables import main_table, verdicts
 from evidence.training import Job, train
 from moemerge.errors import MoeMergeError, UsageError
-from moemerge.experiments.report import heading
 from moemerge.runtime.progress import Silent
 from moemerge.testbed import TrainedSet
 from moemerge.testbed.tasks import DOMAINS
@@ -143,7 +142,7 @@ def _table(options: argparse.Namespace) -> int:
     )
     summaries, failures, written = run_tables(request, Notes(), figures=not options.no_figures)
     for summary in summaries:
-        print(f"{heading(summary)}\n\n{main_table(summary).markdown()}")
+        print(f"{summary.form.heading}\n\n{main_table(summary).markdown()}")
         print("\n".join(verdicts(summary)))
     print(f"All tables and figures: {written[0]}")
     for failure in failures:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import moemerge
 from calibration import cases
-from moemerge.cli.routing_table import calibration_report
+from moemerge.cli.routing_table import calibrate_report
 from moemerge.diagnosis.page import loss_notices
 
 
@@ -64,7 +64,7 @@ def test_it_is_what_diagnose_measures(case: cases.Case, tmp_path: Path) -> None:
     assert row in card.partition("each model on its own features:")[2].partition("## Config")[0]
     assert not list(out.glob(".*"))
     console = Console(file=io.StringIO(), width=200)
-    console.print(calibration_report(report, verbose=False))
+    console.print(calibrate_report(report, verbose=False))
     shown = console.file.getvalue()
     assert "(rows held out from the fit; each model on its own features)" in shown
     losses = figures["loss_before"]["math"], figures["loss_after"]["math"]
@@ -128,7 +128,7 @@ def test_rows_that_were_fitted_are_never_called_held_out(case: cases.Case, tmp_p
     measured = card.partition("each model on its own features:")[2]
     assert "| code |" not in measured.partition("## Config")[0]
     console = Console(file=io.StringIO(), width=200)
-    console.print(calibration_report(report, verbose=False))
+    console.print(calibrate_report(report, verbose=False))
     shown = console.file.getvalue()
     assert "code: every figure is of rows that were fitted" in shown
     assert any(note.startswith("code: no rows are held out") for note in notes.said)

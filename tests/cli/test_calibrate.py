@@ -51,16 +51,6 @@ def test_a_table_on_stdout_and_a_line_for_each_layer_on_stderr(
     assert [line[:7] for line in layers] == ["layer 0", "layer 1", "layer 2"]
 
 
-def test_json_goes_to_a_file_or_to_stdout(case: cases.Case, tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    first = moemerge("calibrate", case.merged, tmp_path / "a", *flags(case), "--json", file, "-q")
-    second = moemerge("calibrate", case.merged, tmp_path / "b", *flags(case), "--json", "-", "-q")
-    assert first.exit_code == second.exit_code == 0
-    assert second.stderr == first.stderr == ""
-    reports = [json.loads(file.read_text()), json.loads(second.stdout)]
-    assert reports[0]["totals"] == reports[1]["totals"]
-
-
 def test_flags_reach_the_settings(case: cases.Case, tmp_path: Path) -> None:
     result = moemerge(
         "calibrate", case.merged, tmp_path / "out", *flags(case), "--gamma", "0.2", "--layers",
@@ -148,9 +138,8 @@ def test_run_merges_and_calibrates(case: cases.Case, tmp_path: Path) -> None:
         ('{"text": "fine"}\n', "last:9", "layers, 0 to"),
     ],
 )
-@pytest.mark.parametrize("block", ["calibration", "refit"])
 def test_validate_checks_text_and_layers_of_a_repair(
-    case: cases.Case, tmp_path: Path, content: str | None, layers: str, said: str, block: str
+    case: cases.Case, tmp_path: Path, content: str | None, layers: str, said: str
 ) -> None:
     if content is not None:
         (tmp_path / "text.jsonl").write_text(content)
@@ -159,7 +148,7 @@ def test_validate_checks_text_and_layers_of_a_repair(
         f"- {{model: {f}, name: {n}, parameters: {{weight: 1}}}}" for n, f in case.sources.items()
     ]
     lines += ["data:", *(f"  {name}: {tmp_path / 'text.jsonl'}" for name in case.sources)]
-    lines += [f"{block}: {{layers: '{layers}'}}", ""]
+    lines += [f"calibration: {{layers: '{layers}'}}", ""]
     (tmp_path / "config.yml").write_text("\n".join(lines))
     for verb in (["validate"], ["run"]):
         out = [tmp_path / "out"] if verb == ["run"] else []

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
-import moemerge as package
 import zoo
 from calibration import cases
 from moemerge.cli.app import app
-from moemerge.cli.routing_table import bar, diagnosis_report
+from moemerge.cli.routing_table import bar
 from moemerge.errors import CheckpointError
 
 
@@ -100,18 +98,6 @@ def test_what_is_refused_has_an_exit_code_and_one_message(case: cases.Case) -> N
         assert result.stdout == ""
 
 
-def test_colour_on_a_terminal_alone(case: cases.Case) -> None:
-    found = package.diagnose(case.merged, sources=case.sources, data=case.data)
-    coloured = Console(force_terminal=True, color_system="256", width=80)
-    with coloured.capture() as capture:
-        coloured.print(diagnosis_report(found, verbose=False))
-    assert "\x1b[" in capture.get()
-    plain = Console(force_terminal=False, width=80)
-    with plain.capture() as capture:
-        plain.print(diagnosis_report(found, verbose=False))
-    assert "\x1b" not in capture.get()
-
-
 def test_bars() -> None:
     assert bar(0, 4) == "    "
     assert bar(1, 4) == "████"
@@ -119,15 +105,6 @@ def test_bars() -> None:
     assert bar(1e-6, 4) == "▏   "
     assert bar(0.53125, 4) == "██▏ "
     assert bar(7.0, 2) == "██"
-
-
-def test_a_page(case: cases.Case, tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
-    page = tmp_path / "routing.html"
-    result = moemerge("diagnose", case.merged, *flags(case), "--report", page)
-    assert result.exit_code == 0, result.output
-    assert "<html" in page.read_text()[:500].lower()
-    assert "page: " in result.stderr
 
 
 def test_calibrate_writes_a_page_of_before_and_after(case: cases.Case, tmp_path: Path) -> None:

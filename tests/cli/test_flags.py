@@ -183,17 +183,6 @@ def test_shells_complete_verbs_flags_and_words(typed: str, offered: set[str]) ->
     assert set(result.output.split()) == offered
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell"])
-def test_the_script_that_a_shell_reads_is_printed(
-    shell: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Which shell runs the tests is chance: make runs them in sh, which completes nothing.
-    monkeypatch.setattr("shellingham.detect_shell", lambda *_, **__: (shell, f"/bin/{shell}"))
-    result = CliRunner().invoke(app, ["--show-completion"], prog_name="moemerge")
-    assert result.exit_code == 0
-    assert f"complete_{shell}" in result.output
-
-
 def test_completion_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shellingham.detect_shell", lambda *_, **__: ("bash", "/bin/bash"))
     monkeypatch.setenv("HOME", str(tmp_path))

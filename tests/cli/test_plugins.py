@@ -125,6 +125,7 @@ def test_a_function_of_a_plugin_judges(plugin: Path) -> None:
         ("odd_plugin.py", "raise BaseException('odd')\n", "line 1: BaseException: odd"),
         ("broken_plugin.py", "x = 1\ny = x / 0\n", "line 2: ZeroDivisionError: division by zero"),
         ("wrong_plugin.py", "def (\n", "SyntaxError"),
+        ("leaving_plugin.py", "import sys\nsys.exit(7)\n", "line 2: SystemExit: 7"),
         ("json.py", "", "the name of another module, 'json'"),
         ("yaml.py", "", "the name of another module, 'yaml'"),
     ],
@@ -173,14 +174,6 @@ def test_a_method_that_fails_is_named_and_nothing_is_written(
     assert said in result.output
     assert "repair the plugin 'test_failing_methods'" in result.output
     assert sorted(path for path in tmp_path.iterdir() if path.name != "__pycache__") == before
-
-
-def test_a_plugin_that_ends_the_program_when_it_is_imported(tmp_path: Path) -> None:
-    plugin = tmp_path / "test_leaving.py"
-    plugin.write_text("import sys\nsys.exit(7)\n")
-    result = CliRunner().invoke(app, ["ls", "methods", "--plugin", str(plugin)])
-    assert result.exit_code == 2, result.output
-    assert "cannot be imported: line 2: SystemExit: 7" in result.output
 
 
 def test_the_command_that_repeats_a_diagnosis_names_the_plugin(

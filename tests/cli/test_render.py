@@ -25,7 +25,7 @@ from moemerge.cli.app import app
 from moemerge.cli.console import substitute
 from moemerge.cli.demo import HEADINGS, _line, _stacked
 from moemerge.cli.render import FirstThatFits, NumberTable, merge_report
-from moemerge.cli.routing_table import calibration_report, diagnosis_report
+from moemerge.cli.routing_table import calibrate_report, diagnosis_report
 from moemerge.report.words import Quantity
 from moemerge.routing.figures import FIGURES
 
@@ -153,7 +153,7 @@ def test_a_run_of_three_sources_shows_every_number(
 ) -> None:
     assert report.calibration is not None
     text = printed(merge_report(report.merge, verbose=verbose), width)
-    text += printed(calibration_report(report.calibration, verbose=verbose), width)
+    text += printed(calibrate_report(report.calibration, verbose=verbose), width)
     words = text.replace(",", " ").split()
     assert [number for number in numbers_of(report) if number not in words] == []
     assert "…" not in text

@@ -10,7 +10,6 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-import moemerge
 import zoo
 from moemerge.cli.app import app
 from moemerge.statistics import Statistics
@@ -78,15 +77,6 @@ def test_what_is_not_read_of_the_text_is_told(case: tuple[Path, Path], tmp_path:
     assert (tmp_path / "a.stats").read_bytes() == (tmp_path / "b.stats").read_bytes()
 
 
-def test_what_python_writes_is_what_the_command_writes(
-    case: tuple[Path, Path], tmp_path: Path
-) -> None:
-    folder, text = case
-    assert stats(folder, tmp_path / "a", "--data", text, "--device", "cpu").exit_code == 0
-    moemerge.collect_statistics(folder, tmp_path / "b", data=text, device="cpu")
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 def test_refusals(case: tuple[Path, Path], tmp_path: Path) -> None:
     folder, text = case
     there = tmp_path / "there"
@@ -104,10 +94,3 @@ def test_refusals(case: tuple[Path, Path], tmp_path: Path) -> None:
         assert "Traceback" not in result.output
     assert there.read_text() == "mine"
     assert not (tmp_path / "a").exists()
-
-
-def test_help_has_examples_and_defaults() -> None:
-    result = stats("--help")
-    assert result.exit_code == 0
-    assert "moemerge stats org/math math.stats" in result.stdout
-    assert "(default: gram)" in result.stdout

@@ -329,7 +329,3 @@ def test_routing_and_loss_are_weighed(
 def test_nothing_to_repair() -> None:
     assert advice([row(0, 0.0)]).startswith("Nothing to repair")
     assert advice([row(0, 0.01)]).startswith("Little to repair")
-
-
-def test_percents() -> None:
-    assert [percent(x) for x in (0, 0.1234, 0.001, 0.00004)] == ["0.0%", "12.3%", "0.1%", "0.004%"]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import moemerge
 from calibration import cases
-from moemerge.cli.routing_table import calibration_report, diagnosis_report
+from moemerge.cli.routing_table import calibrate_report, diagnosis_report
 from moemerge.diagnosis.check import Lead, has_memorised
 from moemerge.runtime.progress import Silent
 from moemerge.text.domains import load_domain
@@ -80,7 +80,7 @@ def test_check_text_is_measured_before_and_after_and_changes_nothing(
     assert document["check"]["math"] == [str(check)]
     card = (out / "README.md").read_text()
     assert f"| math | {found['tokens']} | {found['loss_before']:.4g} |" in card
-    assert "check general" in shown(calibration_report(report, verbose=False))
+    assert "check general" in shown(calibrate_report(report, verbose=False))
     config = (out / "moemerge_config.yml").read_text()
     assert "check:" in config
     again = moemerge.run(out / "moemerge_config.yml", tmp_path / "again")
@@ -96,7 +96,7 @@ def test_check_text_is_measured_without_held_out_rows(case: cases.Case, tmp_path
     assert report.diagnosis is not None
     assert report.diagnosis["tokens"] == {}
     assert report.diagnosis["check"]["math"]["rows"] == 9
-    text = shown(calibration_report(report, verbose=False))
+    text = shown(calibrate_report(report, verbose=False))
     assert "check math" in text
     assert "mismatch  (" not in text
     assert "Next-token loss on check text" in (out / "README.md").read_text()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import moemerge
 import zoo
@@ -18,9 +16,7 @@ from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import (
     ArchitectureError,
     ConfigError,
-    DataError,
     MoeMergeError,
-    NumericalError,
     ResourceError,
     TokenizerError,
     UsageError,
@@ -60,17 +56,6 @@ def test_settings(case: cases.Case) -> None:
     refused(case, ConfigError, "device", device="gpu")
 
 
-def test_text(case: cases.Case, tmp_path: Path) -> None:
-    missing = {**case.data, "math": tmp_path / "none.jsonl"}
-    refused(case, DataError, "no such file", data=missing)
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
-    refused(case, DataError, "the file is empty", data={**case.data, "math": empty})
-    odd = tmp_path / "text.txt"
-    odd.write_text("hello")
-    refused(case, DataError, "unknown kind", data={**case.data, "math": odd})
-
-
 def test_families_and_shapes(case: cases.Case, zoo_folder: Callable[..., Path]) -> None:
     other = zoo_folder("mixtral")
     sources = {**case.sources, "math": other}
@@ -96,32 +81,6 @@ def test_vocabularies(case: cases.Case, tmp_path: Path) -> None:
 def test_a_source_without_a_tokenizer_is_told(case: cases.Case) -> None:
     found = moemerge.diagnose(case.merged, sources=case.sources, data=case.data, limit=2)
     assert sum("has no tokenizer" in notice for notice in found.notices) == 2
-
-
-def test_tokens_that_a_source_does_not_know(case: cases.Case, zoo_folder: Any) -> None:
-    small = zoo_folder("olmoe", vocab_size=16)
-    refused(case, DataError, "knows 16 tokens", sources={**case.sources, "math": small})
-
-
-def test_quantised_models(case: cases.Case, tmp_path: Path) -> None:
-    folder = tmp_path / "quantised"
-    shutil.copytree(case.merged, folder)
-    config = zoo.read_config(folder)
-    config["quantization_config"] = {"quant_method": "gptq"}
-    (folder / "config.json").write_text(json.dumps(config))
-    refused(case, ArchitectureError, "is quantised.*\n.*diagnose that", model=folder)
-    refused(case, ArchitectureError, "math.*is quantised", sources={**case.sources, "math": folder})
-
-
-def test_broken_weights(case: cases.Case, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "broken"
-    shutil.copytree(case.merged, folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    refused(case, NumericalError, r"layers\.1\..* holds NaN or infinity", model=folder)
 
 
 def test_memory(case: cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:

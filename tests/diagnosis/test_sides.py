@@ -9,7 +9,7 @@ import torch
 
 from moemerge.features import losses as job
 from moemerge.runtime.ranks import SINGLE
-from moemerge.text.batches import PaddingSide, make_batches, rows_of
+from moemerge.text.batches import make_batches, rows_of
 from moemerge.text.domains import Domain
 
 VOCABULARY = 11
@@ -21,24 +21,20 @@ def logits_of(ids: torch.Tensor) -> torch.Tensor:
     return table[ids]
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("chunk", [1, 3, 512])
-def test_padding_and_chunks_change_nothing(
-    side: PaddingSide, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_and_chunks_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "LOSS_TOKENS", chunk)
     generator = torch.Generator().manual_seed(0)
     lengths = (5, 9, 1, 2, 7)
     rows = tuple(torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths)
     found = job.NextTokenLoss(SINGLE)
-    for batch in make_batches([Domain("math", rows)], batch_tokens=20, side=side):
+    for batch in make_batches([Domain("math", rows)], batch_tokens=20):
         found.add(batch, logits_of(batch.input_ids))
     terms = [-torch.log_softmax(logits_of(a), -1)[b] for r in rows for a, b in pairwise(r)]
     assert found.mean("math") == pytest.approx(float(torch.stack(terms).mean()), rel=1e-6)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_prompts_do_not_count(side: PaddingSide) -> None:
+def test_prompts_do_not_count() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = tuple(torch.randint(VOCABULARY, (n,), generator=generator) for n in (5, 9, 4))
     answers = tuple(
@@ -46,7 +42,7 @@ def test_prompts_do_not_count(side: PaddingSide) -> None:
     )
     domain = Domain("math", (), rows, holdout_answers=answers).held_out
     found = job.NextTokenLoss(SINGLE)
-    for batch in make_batches([domain], batch_tokens=20, side=side):
+    for batch in make_batches([domain], batch_tokens=20):
         for part in (slice(0, 1), slice(1, None)):
             piece = rows_of(batch, part)
             found.add(piece, logits_of(piece.input_ids))

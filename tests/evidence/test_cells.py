@@ -12,7 +12,6 @@ import torch
 
 import zoo
 from evidence import cells
-from evidence.__main__ import parse_seeds
 from evidence.cells import Bench, Merge, Scale, Tuning
 from evidence.data import PRESETS
 from evidence.experiments import EXPERIMENTS, TWO, Scope
@@ -24,7 +23,6 @@ from evidence.scoring import LONGEST_ANSWER, generate
 from evidence.texts import (
     GENERAL_SEED,
     general_text,
-    held_out_text,
     kept_text,
     read_texts,
     test_set,
@@ -36,9 +34,7 @@ from moemerge.errors import UsageError
 from moemerge.experiments.cells import CellJournal
 from moemerge.runtime.progress import Silent
 from moemerge.testbed import bundled_set
-from moemerge.testbed.demo import compare_routing
 from moemerge.testbed.tasks import DOMAINS, problems
-from testbed import whole_models
 
 test_set.__test__ = False  # not a test
 SCALE = Scale(problems=8, held_out=4, rows=12, tuning_steps=1)
@@ -105,17 +101,6 @@ def test_tables_about_methods_have_all_that_suit_the_number_of_models():
     assert EVERY["nuslerp"].title in two - three
 
 
-@pytest.mark.parametrize(("text", "seeds"), [("0-2", (0, 1, 2)), ("5,1-2,1", (5, 1, 2))])
-def test_seeds(text, seeds):
-    assert parse_seeds(text) == seeds
-
-
-@pytest.mark.parametrize("text", ["", "a", "3-1", "1-", "-1"])
-def test_bad_seeds(text):
-    with pytest.raises(UsageError):
-        parse_seeds(text)
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -174,17 +159,6 @@ def test_kinds_of_text(bench):
 
 
 # --- models and measurements ----------------------------------------------------------------------
-
-
-def test_routing_equals_that_of_whole_models(trained):
-    specialists = {domain: trained.models[domain] for domain in TWO}
-    texts = {domain: held_out_text(domain, 5) for domain in TWO}
-    agreements = compare_routing(trained.base, specialists, texts, device="cpu")
-    for domain in TWO:
-        expected = whole_models.compare(trained.base, specialists[domain], texts[domain])
-        for name, value in asdict(expected).items():
-            assert getattr(agreements[domain], name) == pytest.approx(value, rel=1e-4), name
-        assert agreements[domain].mismatch > 0
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

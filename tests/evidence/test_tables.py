@@ -12,7 +12,6 @@ import pytest
 from evidence.cells import Scale, SetKey
 from evidence.experiments import EXPERIMENTS, Scope
 from evidence.seed_tables import BY_SEEDS, comparison_table, main_table, verdicts
-from moemerge.errors import DataError
 from moemerge.experiments.cells import CellJournal
 from moemerge.experiments.report import markdown, write_report
 from moemerge.experiments.summary import pack, summarise
@@ -131,40 +130,9 @@ def test_pairs_are_those_that_both_were_measured_on(journal):
     assert by[HARC].against_first.accuracy.difference.count == 1
 
 
-def test_a_journal_is_read_back_and_a_broken_last_line_is_cut(journal):
-    fill(journal, "hessian")
-    text = journal.path.read_text()
-    journal.path.write_text(text + '{"set": {"arch"')
-    again = CellJournal(journal.path.parent, SCALE)
-    cell = EXPERIMENTS["hessian"].rows(SCOPE)[0].cell
-    assert again.get(KEYS[0], cell) == journal.get(KEYS[0], cell)
-    journal.close()
-    again.open()
-    again.close()
-    assert journal.path.read_text() == text
-    # Cells of another scale are other cells.
-    other = CellJournal(journal.path.parent, {**SCALE, "problems": 11})
-    assert other.get(KEYS[0], cell) is None
-    journal.path.write_text("nonsense\n" + text)
-    with pytest.raises(DataError, match="line 1"):
-        CellJournal(journal.path.parent, SCALE)
-
-
-def test_files_are_complete_and_the_same_again(journal, tmp_path):
-    summaries = [summary_of(journal, name) for name in ("two-model", "hessian")]
-    written = write_report(tmp_path, summaries, figures=False, style=BY_SEEDS)
-    first = {path: path.read_bytes() for path in written}
-    assert {p.name for p in first} >= {"index.html", "results.md", "hessian-soft.json"}
-    found = json.loads((tmp_path / "two-model-soft.json").read_text())
-    assert found["rows"][2]["overall"]["value"] == pytest.approx(0.45)
-    assert '<table class="results">' in (tmp_path / "index.html").read_text()
-    write_report(tmp_path, summaries, figures=False, style=BY_SEEDS)
-    assert first == {path: path.read_bytes() for path in written}
-
-
-@pytest.mark.parametrize("name", ["two-model", "hessian", "fraction", "router-swap", "layers"])
-def test_every_kind_of_figure_can_be_drawn(journal, tmp_path, name):
+def test_swapped_routers_are_drawn(journal, tmp_path):
     pytest.importorskip("matplotlib")
+    name = "router-swap"
     written = write_report(tmp_path, [summary_of(journal, name)], figures=True, style=BY_SEEDS)
     svg = tmp_path / f"{name}-soft.svg"
     assert svg in written

@@ -75,15 +75,12 @@ def test_the_same_seed_gives_the_same_bytes_with_other_jobs(trained, tmp_path):
     assert files(other.base) != files(trained.base)
 
 
-@pytest.mark.parametrize("after", [0, 2])
-def test_a_killed_training_resumes_to_the_same_bytes(
-    trained, train_set, tmp_path, monkeypatch, after
-):
+def test_a_killed_training_resumes_to_the_same_bytes(trained, train_set, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr("evidence.optimise._REPORT_EVERY", 2)
     out = tmp_path / trained.folder.name
     with pytest.raises(KeyboardInterrupt):
-        train_set(out, Killed(after))
+        train_set(out, Killed(after=2))
     assert not out.exists()
     assert list(tmp_path.iterdir())
     train_set(out)

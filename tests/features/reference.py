@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import zoo
-from moemerge.text.batches import Batch, PaddingSide, make_batches
+from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 
 Features = dict[str, list[Tensor]]  # router path -> (tokens, d) per batch, in order of execution
@@ -27,9 +27,9 @@ def domains() -> list[Domain]:
     return [Domain("math", rows(17, 23, 9)), Domain("code", rows(12, 12), rows(7))]
 
 
-def batches(side: PaddingSide = "right") -> tuple[Batch, ...]:
+def batches() -> tuple[Batch, ...]:
     """A batch with padding, one without, one held out."""
-    return make_batches(domains(), batch_tokens=80, side=side)
+    return make_batches(domains(), batch_tokens=80)
 
 
 def whole_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

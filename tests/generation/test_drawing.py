@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from moemerge.generation.drawing import draw, signed, uniform
+from moemerge.generation import drawing
+from moemerge.generation.drawing import signed, uniform
+from moemerge.generation.settings import GenerationSettings
 
 WORD = 1 << 64
+
+
+def draw(logits, uniforms, **how):
+    return drawing.draw(logits, uniforms, GenerationSettings.model_validate(how))
 
 
 def twin(stream: int, step: int) -> float:

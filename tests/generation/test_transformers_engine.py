@@ -54,8 +54,7 @@ def twin(model, ends, given, w: CompletionRequest) -> list[int]:
     while len(written) < given.max_new_tokens:
         logits = model(torch.tensor([[*w.tokens, *written]]), use_cache=False).logits[:, -1]
         number = uniform(torch.tensor([signed(w.stream(given.seed))]), torch.tensor([len(written)]))
-        how = {"temperature": given.temperature, "top_k": given.top_k, "top_p": given.top_p}
-        token = int(draw(logits, number, **how))
+        token = int(draw(logits, number, given))
         if token in ends:
             break
         written.append(token)

@@ -22,9 +22,7 @@ FIRST = (
     "merge",
     "run",
     "diagnose",
-    "calibrate",
-    "refit",
-    "distill",
+    "repairs",
     "evaluate",
     "study",
     "data",
@@ -32,8 +30,8 @@ FIRST = (
     "ls",
 )
 # Commands that share the module of another one.
-SHARED = {"validate": "merge"}
-HELPERS = ("app", "console", "flags", "paths", "render", "repairs", "wording")
+SHARED = {"validate": "merge", "calibrate": "repairs", "refit": "repairs", "distill": "repairs"}
+HELPERS = ("app", "console", "flags", "paths", "render", "wording")
 
 
 class Verbs(CommandGroup):

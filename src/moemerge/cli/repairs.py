@@ -1,14 +1,14 @@
-"""The command of a repair, derived from its declaration."""
+"""The commands of the repairs: `moemerge calibrate`, `refit` and `distill`."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moemerge import cli
 from moemerge.cli.console import GOES_ON, interruptible
 from moemerge.cli.flags import (
     Checks,
@@ -23,15 +23,66 @@ from moemerge.cli.flags import (
     numbers,
 )
 from moemerge.config.repairs import Repair, RepairSettings
+from moemerge.config.schema import REPAIRS
 from moemerge.config.settings import OutputSettings
 from moemerge.runtime.journals import journal_path, saved_path
 
 if TYPE_CHECKING:
     from moemerge.lockstep.report import RepairReport
 
+# Description and examples of each command. `routing_table` has a function VERB_report for each.
+COMMANDS = {
+    "calibrate": (
+        "Solve for the routers of MERGED so that they agree with its sources' routing.",
+        """
+  moemerge calibrate merged/ out/ \\
+      --source math=org/math --data math=math.jsonl \\
+      --source code=org/code --data code=code.jsonl \\
+      --source base=org/base --data base=general.jsonl
+  moemerge calibrate merged/ out/ --source a=A --data a=a.jsonl \\
+      --source b=B --data b=b.jsonl --weight b=2 --layers last:4
+  moemerge calibrate merged/ out/ --source a=A --data a=a.jsonl \\
+      --check a=b.jsonl
+""",
+    ),
+    "refit": (
+        "Refit every linear map of MERGED, in closed form, to the outputs of its sources.",
+        """
+  moemerge refit merged/ out/ \\
+      --source math=org/math --data math=math.jsonl \\
+      --source code=org/code --data code=code.jsonl \\
+      --source base=org/base --data base=general.jsonl
+  moemerge refit merged/ out/ --source a=A --data a=a.jsonl \\
+      --source b=B --data b=b.jsonl --weight b=2 \\
+      --parts attention,experts --ridge 0.01
+  moemerge refit merged/ out/ --source a=A --data a=a.jsonl \\
+      --check a=b.jsonl
+""",
+    ),
+    "distill": (
+        "Train MERGED on the next-token distributions of its sources, each on its own text.",
+        """
+  moemerge distill merged/ out/ \\
+      --source math=org/math --data math=math.jsonl \\
+      --source code=org/code --data code=code.jsonl \\
+      --source base=org/base --data base=general.jsonl
+  moemerge distill merged/ out/ --source a=A --data a=a.jsonl \\
+      --source b=B --data b=b.jsonl --steps 60 --learning-rate 1e-4
+  moemerge distill merged/ out/ --source a=A --data a=a.jsonl \\
+      --check a=b.jsonl
+""",
+    ),
+}
 
-def add_repair(app: typer.Typer, repair: Repair, about: str, examples: str) -> None:
-    """Add the command of a repair to `app`. Its module has a function `table` for the report."""
+
+def add_to(app: typer.Typer) -> None:
+    for repair in REPAIRS:
+        if cli.asked == repair.verb or cli.asked not in COMMANDS:
+            _add_repair(app, repair)
+
+
+def _add_repair(app: typer.Typer, repair: Repair) -> None:
+    about, examples = COMMANDS[repair.verb]
 
     def command(
         merged: Annotated[str, typer.Argument(metavar="MERGED", help="The merged model.")],
@@ -69,9 +120,10 @@ def add_repair(app: typer.Typer, repair: Repair, about: str, examples: str) -> N
 
 
 def repair_table(report: RepairReport, *, verbose: bool) -> Any:
-    """Return the report of a repair as a table, made by the module of its command."""
-    module = importlib.import_module(f"moemerge.cli.{report.repair.verb}")
-    return module.table(report, verbose=verbose)
+    """Return the report of a repair as a table."""
+    from moemerge.cli import routing_table
+
+    return getattr(routing_table, f"{report.repair.verb}_report")(report, verbose=verbose)
 
 
 def remaining_work(out_folder: Path) -> Callable[[], str | None]:

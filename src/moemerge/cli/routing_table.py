@@ -226,7 +226,7 @@ COLUMNS: tuple[Column, ...] = (
 HELD_OUT: Column = ("KL, held out", "holdout", "kl", Quantity.NATS)
 
 
-def calibration_report(report: CalibrationReport, *, verbose: bool) -> RenderableType:
+def calibrate_report(report: CalibrationReport, *, verbose: bool) -> RenderableType:
     """Return a row per router, then means; `verbose` adds routers that were skipped."""
     total = report.totals
     rows = [

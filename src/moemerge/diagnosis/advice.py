@@ -14,6 +14,7 @@ from moemerge.diagnosis.verdict import (
     NOTICEABLE,
     ROUGH,
     Overall,
+    gains_by_swaps,
     overall_totals,
     recommended,
     routers_matter,
@@ -252,22 +253,14 @@ def concentrated(values: Sequence[float]) -> tuple[int, int] | None:
 
 def _swapped(swaps: Sequence[Swap]) -> list[str]:
     """State how much of the damage the routers alone undo (the paper's Figure 1)."""
-    advice = []
-    for domain in dict.fromkeys(swap.domain for swap in swaps):
-        losses = {(s.weights_of, s.routers_of): s.loss for s in swaps if s.domain == domain}
-        pairs = ((MODEL, MODEL), (MODEL, domain), (domain, domain))
-        merged, repaired, source = (losses.get(pair) for pair in pairs)
-        if merged is None or repaired is None or source is None or merged - source < NOTICEABLE:
-            continue
-        share = (merged - repaired) / (merged - source)
-        advice.append(
-            f"With the routers of {domain} the merged weights win back {percent(min(share, 1))}"
-            f" of what the merge lost there ({merged - source:.3f} nats)."
-            if share > 0
-            else f"The routers of {domain} do not help the merged weights there: its loss "
-            f"({merged - source:.3f} nats) is not a matter of routing alone."
-        )
-    return advice
+    return [
+        f"With the routers of {domain} the merged weights win back {percent(min(gain / lost, 1))}"
+        f" of what the merge lost there ({lost:.3f} nats)."
+        if gain > 0
+        else f"The routers of {domain} do not help the merged weights there: its loss "
+        f"({lost:.3f} nats) is not a matter of routing alone."
+        for domain, gain, lost in gains_by_swaps(swaps)
+    ]
 
 
 def _experts(own: Sequence[LayerDiagnosis]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -65,16 +65,24 @@ def won_back(swaps: Sequence[Swap]) -> float | None:
     It bounds what any repair of routers can gain. None if it was not measured, or if the merge lost
     nothing noticeable.
     """
-    gains, losses = [], []
+    found = [(gain, loss) for _, gain, loss in gains_by_swaps(swaps)]
+    if not found:
+        return None
+    gains, losses = zip(*found, strict=True)
+    return max(0.0, math.fsum(gains) / math.fsum(losses))
+
+
+def gains_by_swaps(swaps: Sequence[Swap]) -> Iterator[tuple[str, float, float]]:
+    """Yield each domain where the merge lost something noticeable, what its source's routers win
+    back there, and what was lost.
+    """
     for domain in dict.fromkeys(swap.domain for swap in swaps):
         found = {(s.weights_of, s.routers_of): s.loss for s in swaps if s.domain == domain}
         pairs = ((MODEL, MODEL), (MODEL, domain), (domain, domain))
         merged, repaired, source = (found.get(pair) for pair in pairs)
         if merged is None or repaired is None or source is None or merged - source < NOTICEABLE:
             continue
-        gains.append(merged - repaired)
-        losses.append(merged - source)
-    return max(0.0, math.fsum(gains) / math.fsum(losses)) if losses else None
+        yield domain, merged - repaired, merged - source
 
 
 def routers_matter(swaps: Sequence[Swap]) -> bool:

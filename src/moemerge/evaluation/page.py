@@ -98,32 +98,34 @@ def _lines(report: EvaluationReport, model: str) -> Iterator[str]:
     yield "model-index:"
     yield f"- name: {quoted(model)}"
     yield "  results:"
+    for (title, data_set), (metric, name, value) in _results(report, model):
+        yield "  - task:"
+        yield "      type: text-generation"
+        yield "    dataset:"
+        yield f"      name: {quoted(title)}"
+        yield f"      type: {quoted(data_set)}"
+        yield "    metrics:"
+        yield f"    - type: {quoted(metric)}"
+        yield f"      name: {quoted(name)}"
+        yield f"      value: {value:.4f}"
+
+
+def _results(
+    report: EvaluationReport, model: str
+) -> Iterator[tuple[tuple[str, str], tuple[str, str, float]]]:
+    """Yield title and data set, then metric, its description and value, of each task and text."""
     rows = {row.name: row for row in report.rows if row.kind == "task"}
     for task in report.tasks:
         score = rows[task.name].scores[model]
         error = "" if score.error is None else f", standard error {100 * score.error:.2f}"
         name = f"{task.metric} (protocol {report.protocol}{error})"
-        yield "  - task:"
-        yield "      type: text-generation"
-        yield "    dataset:"
-        yield f"      name: {quoted(task.title)}"
-        yield f"      type: {quoted(_data_set(task.source) or task.name)}"
-        yield "    metrics:"
-        yield f"    - type: {quoted(task.metric)}"
-        yield f"      name: {quoted(name)}"
-        yield f"      value: {100 * score.mean:.4f}"
+        data_set = _data_set(task.source) or task.name
+        yield (task.title, data_set), (task.metric, name, 100 * score.mean)
     for text in report.perplexity:
         loss = text.scores[model]
         error = "" if loss.error is None else f" ± {loss.error:.4f}"
-        yield "  - task:"
-        yield "      type: text-generation"
-        yield "    dataset:"
-        yield f"      name: {quoted(text.name)}"
-        yield f"      type: {quoted(text.name)}"
-        yield "    metrics:"
-        yield '    - type: "perplexity"'
-        yield f"      name: {quoted(f'perplexity (loss {loss.loss:.4f}{error} nats a token)')}"
-        yield f"      value: {loss.perplexity:.4f}"
+        name = f"perplexity (loss {loss.loss:.4f}{error} nats a token)"
+        yield (text.name, text.name), ("perplexity", name, loss.perplexity)
 
 
 def _data_set(source: str | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -188,7 +189,9 @@ def work_of(batch: SetCells, number: int) -> Iterator[WorkItem]:
             words, rank = f"{name}: make {node.name}", (number, -bench.urgency(node))
             if any(item.key == words for item in made.values()):  # the same node in another seed
                 words += f" ({len(made)})"
-            made[node] = WorkItem(words, bench.make, (node,), after, _remover(bench, node), rank)
+            made[node] = WorkItem(
+                words, bench.make, (node,), after, partial(bench.remove, node), rank
+            )
         return made[node].key
 
     for cell in batch.cells:
@@ -198,10 +201,6 @@ def work_of(batch: SetCells, number: int) -> Iterator[WorkItem]:
             words, _measure, (bench, batch.key, cell), after, rank=(number, -bench.measuring)
         )
     yield from made.values()
-
-
-def _remover(bench: Workbench[Any, Any], node: Any) -> Any:
-    return lambda: bench.remove(node)
 
 
 def _measure(

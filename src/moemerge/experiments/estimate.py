@@ -20,7 +20,7 @@ from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.evaluation.job import BenchmarkTask, generation_settings
 from moemerge.experiments.plan import StudyPlan
 from moemerge.experiments.settings import BY_VERB
-from moemerge.experiments.tree import StudyCell, StudyNode
+from moemerge.experiments.tree import StudyCell, StudyNode, with_parents
 from moemerge.runtime.devices import free_disk
 from moemerge.runtime.progress import counted
 
@@ -326,17 +326,7 @@ def _peak(
 
 
 def _made(cell: StudyCell) -> list[StudyNode]:
-    nodes: dict[StudyNode, None] = {}
-
-    def visit(node: StudyNode) -> None:
-        for parent in node.parents:
-            visit(parent)
-        if node.is_model and not node.is_given:
-            nodes[node] = None
-
-    for node in cell.nodes:
-        visit(node)
-    return list(nodes)
+    return [n for n in with_parents(cell.nodes) if n.is_model and not n.is_given]
 
 
 def _notices(plan: StudyPlan, peak: int | None) -> Iterator[str]:

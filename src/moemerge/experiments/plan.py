@@ -40,6 +40,7 @@ from moemerge.experiments.tree import (
     recipes,
     task_words,
     text_files,
+    with_parents,
 )
 from moemerge.registry import did_you_mean
 
@@ -85,17 +86,7 @@ class StudyPlan:
 
     def nodes(self, cells: Sequence[StudyCell]) -> list[StudyNode]:
         """All nodes that these cells need, parents first."""
-        nodes: dict[StudyNode, None] = {}
-
-        def visit(node: StudyNode) -> None:
-            for parent in node.parents:
-                visit(parent)
-            nodes[node] = None
-
-        for cell in cells:
-            for node in cell.nodes:
-                visit(node)
-        return list(nodes)
+        return with_parents(node for cell in cells for node in cell.nodes)
 
 
 def plan_study(loaded: LoadedStudy) -> StudyPlan:

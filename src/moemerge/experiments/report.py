@@ -292,7 +292,7 @@ def write_report(
 
 def markdown(summary: Summary, figure: Path | None = None, style: TableStyle = BY_PROBLEMS) -> str:
     """Return a table with its heading, verdicts and comparisons."""
-    parts = [f"## {heading(summary)}", summary.form.about, style.settings(summary)]
+    parts = [f"## {summary.form.heading}", summary.form.about, style.settings(summary)]
     if summary.rows:
         parts.append("\n".join(f"* {line}" for line in style.verdicts(summary)))
         parts.append(style.main(summary).markdown())
@@ -300,14 +300,10 @@ def markdown(summary: Summary, figure: Path | None = None, style: TableStyle = B
         if further.rows:
             parts.append(further.markdown())
     if figure is not None:
-        parts.append(f"![{heading(summary)}]({figure.name})")
+        parts.append(f"![{summary.form.heading}]({figure.name})")
     if summary.missing:
         parts.append(f"Not measured: {'; '.join(summary.missing)}.")
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def heading(summary: Summary) -> str:
-    return summary.form.heading
 
 
 def _page(
@@ -335,7 +331,7 @@ def _part(summary: Summary, drawn: Path | None, style: TableStyle) -> dict[str, 
     figure = drawn and Markup(drawn.with_suffix(".svg").read_text(encoding="utf-8"))
     return {
         "name": summary.name,
-        "heading": heading(summary),
+        "heading": summary.form.heading,
         "about": summary.form.about,
         "settings": style.settings(summary),
         "figure": figure,

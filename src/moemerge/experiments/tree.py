@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -80,6 +80,14 @@ class StudyNode:
         """The name of its folder."""
         words = "".join(c if c.isalnum() or c in "-=.," else "_" for c in self.name)[:80]
         return f"{words}-{self.digest[:10]}"
+
+
+def with_parents(nodes: Iterable[StudyNode]) -> list[StudyNode]:
+    """Return nodes and all that they are made of, each once, parents first."""
+    found: dict[StudyNode, None] = {}
+    for node in nodes:
+        found |= dict.fromkeys([*with_parents(node.parents), node])
+    return list(found)
 
 
 def digest_of(value: Any) -> str:

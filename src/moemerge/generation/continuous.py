@@ -261,20 +261,11 @@ class ContinuousBatch:
             past_key_values=cache,
             use_cache=True,
         ).logits[:, -1]
-        self._tokens.copy_(self._draw(logits, self._streams, self._steps)[:, None])
+        numbers = uniform(self._streams, self._steps)
+        self._tokens.copy_(draw(logits, numbers, self._settings)[:, None])
         self._steps += 1
         # Empty slots advance too, and must not run over their end.
         cache.positions.add_(1).clamp_(max=self._capacity - 1)
-
-    def _draw(self, logits: Tensor, streams: Tensor, steps: Tensor) -> Tensor:
-        s = self._settings
-        return draw(
-            logits,
-            uniform(streams, steps),
-            temperature=s.temperature,
-            top_k=s.top_k,
-            top_p=s.top_p,
-        )
 
     def _take(self, slot: int, token: int) -> Iterator[Finished]:
         """Add a token to the completion in a slot, and return whether that ends it."""

@@ -11,6 +11,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from moemerge.generation.settings import GenerationSettings
+
 # SplitMix64 (Steele, Lea, Flood 2014), in 64-bit integers that wrap around.
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MIX1: Final = 0xBF58476D1CE4E5B9
@@ -37,18 +39,16 @@ def _shifted(z: Tensor, places: int) -> Tensor:
     return (z >> places) & ((1 << (64 - places)) - 1)
 
 
-def draw(
-    logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
-) -> Tensor:
+def draw(logits: Tensor, uniforms: Tensor, settings: GenerationSettings) -> Tensor:
     """Sample one token per row, (rows, vocabulary) -> (rows,). Greedy at temperature 0."""
-    if temperature == 0:
+    if settings.temperature == 0:
         return logits.argmax(-1)
-    scores = logits.float() / temperature
-    if 0 < top_k < scores.shape[-1]:
-        least = scores.topk(top_k).values[..., -1:]
+    scores = logits.float() / settings.temperature
+    if 0 < settings.top_k < scores.shape[-1]:
+        least = scores.topk(settings.top_k).values[..., -1:]
         scores = scores.masked_fill(scores < least, float("-inf"))
-    if top_p < 1:
-        scores = _nucleus(scores, top_p)
+    if settings.top_p < 1:
+        scores = _nucleus(scores, settings.top_p)
     sums = scores.softmax(-1).double().cumsum(-1)
     wanted = (uniforms * sums[..., -1]).unsqueeze(-1)
     place = torch.searchsorted(sums, wanted, right=True).squeeze(-1)

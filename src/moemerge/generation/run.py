@@ -70,9 +70,7 @@ class CompletionJournal:
     def get(self, key: str, prompt: int, sample: int) -> Completion | None:
         """`find` for a prompt whose key is known."""
         known = self._known.get((key, sample))
-        if known is None or known.prompt == prompt:
-            return known
-        return Completion(prompt, sample, known.text, known.tokens, known.finish, known.detail)
+        return known and replace(known, prompt=prompt)
 
     def finished(self) -> set[tuple[str, int]]:
         """Return the keys and samples of completions that did not fail."""

@@ -99,15 +99,8 @@ class _Draw(LogitsProcessor):
         self.settings, self._streams, self._longest = settings, streams, longest
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        s = self.settings
         steps = torch.full_like(self._streams, input_ids.shape[1] - self._longest)
-        chosen = draw(
-            scores,
-            uniform(self._streams, steps),
-            temperature=s.temperature,
-            top_k=s.top_k,
-            top_p=s.top_p,
-        )
+        chosen = draw(scores, uniform(self._streams, steps), self.settings)
         return torch.full_like(scores, float("-inf")).scatter(-1, chosen[:, None], 0.0)
 
 

@@ -62,10 +62,10 @@ def usable(x: Tensor) -> bool:
     )
 
 
-def logits(x: Tensor, v: Tensor, *, terms: int, tile: Tile | None = None) -> Tensor:
+def logits(x: Tensor, v: Tensor, *, terms: int) -> Tensor:
     """Return X Vᵀ, plus V's last column if it has one more than X: (tokens, experts) float32."""
     out = torch.empty(x.shape[0], v.shape[0], dtype=torch.float32, device=x.device)
-    _launch_logits(x, v, "logits", None, None, out, terms=Terms(terms, terms), tile=tile)
+    _launch_logits(x, v, "logits", None, None, out, terms=Terms(terms, terms))
     return out
 
 
@@ -78,7 +78,6 @@ def add_product(
     *,
     terms: Terms,
     factor: float = 1.0,
-    tiles: tuple[Tile | None, Tile | None] = (None, None),
 ) -> None:
     """Add `factor` Σ_t H_t (V x_t) x_tᵀ to `out`; COARSE and FAST need a `representable` V.
 
@@ -91,26 +90,18 @@ def add_product(
     weights = _kind(diagonal, rank_one)
     if experts <= FUSED_EXPERTS:
         u = x.new_empty(x.shape[0], terms.weighted * _padded(experts))
-        sums = _launch_logits(x, v, weights, diagonal, rank_one, u, terms=terms, tile=tiles[0])
+        sums = _launch_logits(x, v, weights, diagonal, rank_one, u, terms=terms)
     else:
-        z = logits(x, v, terms=terms.vector, tile=tiles[0])
+        z = logits(x, v, terms=terms.vector)
         u, sums = weigh(z, diagonal, rank_one, terms=terms.weighted, like=x)
-    _add_outer(out, u, x, sums, terms=terms.weighted, factor=factor, tile=tiles[1])
+    _add_outer(out, u, x, sums, terms=terms.weighted, factor=factor)
 
 
-def outer(
-    u: Tensor,
-    x: Tensor,
-    columns: int,
-    *,
-    terms: int,
-    square: bool = False,
-    tile: Tile | None = None,
-) -> Tensor:
+def outer(u: Tensor, x: Tensor, columns: int, *, terms: int, square: bool = False) -> Tensor:
     """Return Σ_t u_t [x_t 1]ᵀ (the 1 if `columns` includes it), or with x_t² elementwise."""
     parts, sums = weigh(u.float(), None, None, terms=terms, like=x)
     out = torch.zeros(u.shape[1], columns, dtype=torch.float64, device=x.device)
-    _add_outer(out, parts, x, sums, terms=terms, square=square, tile=tile)
+    _add_outer(out, parts, x, sums, terms=terms, square=square)
     return out
 
 
@@ -135,7 +126,7 @@ def add_weighted(
 ) -> None:
     """Add `factor` Σ_t H_t (z_t + shift_t) x_tᵀ to `out`: the second half of `add_product`."""
     u, sums = weigh(z, diagonal, rank_one, terms=terms, like=x, shift=shift)
-    _add_outer(out, u, x, sums, terms=terms, factor=factor, tile=None)
+    _add_outer(out, u, x, sums, terms=terms, factor=factor)
 
 
 def moment(
@@ -224,7 +215,6 @@ def _launch_logits(
     out: Tensor,
     *,
     terms: Terms,
-    tile: Tile | None,
 ) -> Tensor:
     """Fill `out`; return Σ u over each tile's tokens, (tiles, padded experts)."""
     descriptor = _descriptor()
@@ -232,7 +222,7 @@ def _launch_logits(
     experts = v.shape[0]
     block = min(_padded(experts), FUSED_EXPERTS)
     expert_tiles = _ceil(experts, block)
-    tile = tile or logits_tile(block, terms.vector)
+    tile = logits_tile(block, terms.vector)
     tiles = _ceil(tokens, tile.rows)
     stacked, bias = _stacked(v, expert_tiles * block, terms.vector, like=x)
     sums = torch.empty(tiles, block, dtype=torch.float32, device=x.device)
@@ -296,14 +286,13 @@ def _add_outer(
     terms: int,
     factor: float = 1.0,
     square: bool = False,
-    tile: Tile | None,
 ) -> None:
     """Add `factor` Σ_t u_t [x_t 1]ᵀ to `out`; `sums` are those of u over groups of tokens."""
     descriptor = _descriptor()
     tokens, width = x.shape
     padded = _padded(out.shape[0])
     group = min(padded, GROUP)
-    tile = tile or outer_tile(group, terms, square=square)
+    tile = outer_tile(group, terms, square=square)
     slices = _ceil(width, tile.columns)
     groups = padded // group
     filling = _multiprocessors(x.device) // (slices * groups)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,14 +22,13 @@ BATCH_VALUES = 2**27
 # Bytes of GPU memory per value. A batch's temporaries take 50 to 100 of them, which leaves smaller
 # cards memory for weights, router inputs and the solver.
 MEMORY_PER_VALUE = 512
-PaddingSide = Literal["right", "left"]
 # Batches of a domain per process above which whole batches divide evenly enough.
 BATCHES_FOR_EACH = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of one domain, padded to the longest. Padding has token `pad` and mask False."""
+    """Rows of one domain, padded on the right. Padding has token 0 and mask False."""
 
     domain: str
     holdout: bool
@@ -109,11 +107,7 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
 
 
 def make_batches(
-    domains: Sequence[Domain],
-    *,
-    batch_tokens: int = DEFAULT_BATCH_TOKENS,
-    pad: int = 0,
-    side: PaddingSide = "right",
+    domains: Sequence[Domain], *, batch_tokens: int = DEFAULT_BATCH_TOKENS
 ) -> tuple[Batch, ...]:
     """Return batches of at most `batch_tokens` with padding; a longer row is a batch by itself.
 
@@ -132,11 +126,10 @@ def make_batches(
             (domain.holdout, domain.holdout_answers, True),
         ):
             for places in _split(rows, batch_tokens):
-                batch = _pad(domain.name, holdout, rows, places, pad, side)
+                batch = _pad(domain.name, holdout, rows, places)
                 if answers:
                     own = [answers[place] for place in places]
-                    padded = pad_sequence(own, batch_first=True, padding_side=side).bool()
-                    batch = replace(batch, answers=padded)
+                    batch = replace(batch, answers=pad_sequence(own, batch_first=True).bool())
                 batches.append(batch)
     return tuple(batches)
 
@@ -153,19 +146,8 @@ def _split(rows: Sequence[Tensor], batch_tokens: int) -> list[list[int]]:
     return groups
 
 
-def _pad(
-    domain: str,
-    holdout: bool,
-    rows: Sequence[Tensor],
-    places: Sequence[int],
-    pad: int,
-    side: PaddingSide,
-) -> Batch:
+def _pad(domain: str, holdout: bool, rows: Sequence[Tensor], places: Sequence[int]) -> Batch:
     own = [rows[place] for place in places]
-    lengths = torch.tensor([len(row) for row in own])[:, None]
-    input_ids = pad_sequence(own, batch_first=True, padding_value=pad, padding_side=side).long()
-    columns = torch.arange(input_ids.shape[1])
-    if side == "left":
-        columns = columns.flip(0)
-    mask = columns < lengths
+    input_ids = pad_sequence(own, batch_first=True).long()
+    mask = torch.arange(input_ids.shape[1]) < torch.tensor([len(row) for row in own])[:, None]
     return Batch(domain, holdout, input_ids, mask, tuple(places))
