@@ -24,7 +24,6 @@ from moemerge.testbed.demo import (
     draw_test_problems,
     findings,
 )
-from testbed import whole_models
 
 BUNDLE_BYTES = 12e6
 
@@ -49,12 +48,6 @@ def test_every_row_is_a_model_that_was_made_and_measured(trained, tmp_path):
     for method, more in (("WUDI", [REFIT]), ("TIES", [])):
         made = [routers for name, routers in rows if name == method]
         assert made == [AS_MERGED, AVERAGED, HARC, SOURCE, *more]
-    # What is shown is what the folder's model does.
-    text = (folder / "math-held-out.jsonl").read_text().splitlines()
-    held_out = [row["prompt"] + row["response"] for row in map(json.loads, text)]
-    again = whole_models.compare(folder / "wudi-merged", trained.models["math"], held_out)
-    shown = rows["WUDI", AS_MERGED]["agreement"]["math"]["mismatch"]
-    assert again.mismatch == pytest.approx(shown)
     assert (folder / "report.html").exists() == (found["page"] is not None)
 
 

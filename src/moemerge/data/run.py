@@ -39,7 +39,7 @@ from moemerge.runtime.journals import completions_path, judgements_path
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.rows import write_rows
 from moemerge.text.templates import has_template
-from moemerge.text.tokens import Tokenizer
+from moemerge.text.tokens import Tokenizer, contents_of
 from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.judgement import Verifier
 from moemerge.verification.verifiers import CachedVerifier, check_rows
@@ -96,7 +96,7 @@ def answered_row(
     if has_template(tokenizer):
         return _conversation(prompt, response)
     end = str(tokenizer.eos_token) if ended and tokenizer.eos_token else ""
-    return {"text": _joined(prompt) + response + end}
+    return {"text": contents_of(prompt.turns) + response + end}
 
 
 def reference_row(prompt: PromptRow, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -104,13 +104,13 @@ def reference_row(prompt: PromptRow, tokenizer: Tokenizer) -> dict[str, Any]:
     assert prompt.reference is not None
     if has_template(tokenizer):
         return _conversation(prompt, prompt.reference)
-    return {"prompt": _joined(prompt), "response": prompt.reference}
+    return {"prompt": contents_of(prompt.turns), "response": prompt.reference}
 
 
 def prompt_row(prompt: PromptRow, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a row of a prompt alone."""
     if not has_template(tokenizer):
-        return {"text": _joined(prompt)}
+        return {"text": contents_of(prompt.turns)}
     if len(prompt.turns) == 1:
         return {"prompt": prompt.turns[0]["content"]}
     return {"messages": list(prompt.turns)}
@@ -120,10 +120,6 @@ def _conversation(prompt: PromptRow, response: str) -> dict[str, Any]:
     if len(prompt.turns) == 1:
         return {"prompt": prompt.turns[0]["content"], "response": response}
     return {"messages": [*prompt.turns, {"role": "assistant", "content": response}]}
-
-
-def _joined(prompt: PromptRow) -> str:
-    return "\n".join(str(turn["content"]) for turn in prompt.turns)
 
 
 @dataclass(frozen=True)

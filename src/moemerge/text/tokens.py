@@ -204,7 +204,7 @@ def prompt_text(
     Without a template: the contents line by line.
     """
     if not has_template(tokenizer):
-        return "\n".join(str(turn["content"]) for turn in turns) + prefill
+        return contents_of(turns) + prefill
     return render_turns(turns, tokenizer, where, add_generation_prompt=True) + prefill
 
 
