@@ -51,27 +51,6 @@ def test_every_answer_of_a_conversation_is_learnt_with_its_end(chat: Any) -> Non
     assert answers.notices == ()
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": TURNS[:2]},
-        {"prompt": "what is one", "response": "two"},
-        {"prompt": "what is one", "completion": "two"},
-        {"prompt": TURNS[:1], "completion": TURNS[1:2]},
-        {"instruction": "what is", "input": "one", "output": "two"},
-        {
-            "conversations": [
-                {"from": "human", "value": "what is one"},
-                {"from": "gpt", "value": "two"},
-            ]
-        },
-    ],
-    ids=lambda row: "-".join(row),
-)
-def test_every_form_of_row_has_its_answer(chat: Any, row: dict[str, Any]) -> None:
-    assert words(chat, read(chat, row)) == ["two <|end|>"]
-
-
 def test_plain_text_is_learnt_whole(plain: Any) -> None:
     answers = read(plain, {"text": "one two three"})
     assert words(plain, answers) == ["one two three"]
@@ -90,11 +69,6 @@ def test_a_token_that_holds_some_of_the_answer_is_learnt(chat: Any) -> None:
     )
     answers = read(chat, {"prompt": "what is one ninety", "response": "nine and two"})
     assert words(chat, answers) == ["<unk> and two"]  # ninetynine
-
-
-def test_a_token_takes_five_bytes(chat: Any) -> None:
-    (row,) = read(chat, {"messages": TURNS}).rows
-    assert row.tokens.itemsize * len(row.tokens) + len(row.learnt) == 5 * len(row.tokens)
 
 
 def test_tokens_are_those_of_every_other_job(chat: Any) -> None:

@@ -52,18 +52,6 @@ def test_messages_go_through_the_template_without_a_generation_prompt(
     ]
 
 
-def test_prompt_and_response(tmp_path: Path, chat: Any, plain: Any) -> None:
-    rows = [{"prompt": "one", "response": "two"}, {"prompt": "one", "response": None}]
-    file = write(tmp_path / "a.jsonl", *rows)
-    assert words(chat, load_domain("math", file, chat)) == [
-        ["<|user|>", "one", "<|end|>", "<|assistant|>", "two", "<|end|>"],
-        ["<|user|>", "one", "<|end|>"],
-    ]
-    domain = load_domain("math", file, plain)
-    assert words(plain, domain) == [["<s>", "one", "two"], ["<s>", "one"]]
-    assert domain.rows[0].tolist() == plain("one\ntwo")["input_ids"]
-
-
 def test_gzip_and_blank_lines(tmp_path: Path, plain: Any) -> None:
     file = tmp_path / "a.jsonl.gz"
     with gzip.open(file, "wt") as out:
@@ -364,10 +352,3 @@ def test_columns_can_be_named(tmp_path: Path, chat: Any, plain: Any) -> None:
     domain = load_domain("math", [file, other], plain, TextSettings(map=columns))
     assert words(plain, domain) == [["<s>", "one", "two"], ["<s>", "one"]]
     assert any("b.jsonl: there are rows without problem, solution" in n for n in domain.notices)
-
-
-def test_messages_in_a_prompt_are_the_reason_that_is_named(tmp_path: Path, plain: Any) -> None:
-    turn = {"role": "user", "content": "one"}
-    row = {"prompt": [turn], "completion": [{"role": "assistant", "content": "two"}]}
-    with pytest.raises(DataError, match="'prompt' is a list of messages, which needs a chat"):
-        load_domain("math", write(tmp_path / "a.jsonl", row), plain)
