@@ -14,8 +14,7 @@ from moemerge.experiments.report import (
     with_error,
 )
 from moemerge.experiments.summary import Comparison, RowSummary, Summary
-from moemerge.experiments.tables import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE
-from moemerge.experiments.text_tables import TextTable
+from moemerge.experiments.tables import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE, TextTable
 
 SIGNIFICANT = 0.05
 LEGEND = (

@@ -26,8 +26,7 @@ from moemerge.experiments.cells import CELLS, CellJournal
 from moemerge.experiments.report import difference as seed_difference
 from moemerge.experiments.report import with_error
 from moemerge.experiments.summary import RowSummary, Summary
-from moemerge.experiments.tables import REFERENCE
-from moemerge.experiments.text_tables import TextTable
+from moemerge.experiments.tables import REFERENCE, TextTable
 
 MERGES = {"two": "{}(math,code)", "three": "{}(chat,math,code)"}
 VARIANTS = ("{}", "{} calibrated[]", "{} refitted[]")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moemerge.experiments.cells import Failure
     from moemerge.experiments.estimate import StudyEstimate
     from moemerge.experiments.study import StudyReport
-    from moemerge.experiments.text_tables import TextTable
+    from moemerge.experiments.tables import TextTable
 
 EXAMPLES = """
   moemerge study examples/paper/small/study.yml results/

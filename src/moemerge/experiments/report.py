@@ -16,8 +16,7 @@ from moemerge.evaluation.significance import Mean, PairedTest
 from moemerge.experiments.plots import draw_figure
 from moemerge.experiments.settings import BASE
 from moemerge.experiments.summary import Comparison, RowSummary, Summary, TextSummary
-from moemerge.experiments.tables import AS_MERGED, REFERENCE
-from moemerge.experiments.text_tables import TextTable
+from moemerge.experiments.tables import AS_MERGED, REFERENCE, TextTable
 from moemerge.report.frame import render_in_frame
 from moemerge.report.words import with_error as in_nats
 from moemerge.runtime.files import write_whole

@@ -20,12 +20,14 @@ from moemerge.runtime.progress import counted
 from moemerge.text.domains import TextSettings
 from moemerge.text.reading import Rows
 from moemerge.text.rows import TextSource, UnreadKeys, source_names
-from moemerge.text.spans import Span, answer_spans, mask_by_prefixes
 from moemerge.text.tokens import (
     CHARACTERS_PER_TOKEN,
     JOINED,
     MARGIN,
     RowText,
+    Span,
+    answer_spans,
+    mask_by_prefixes,
     row_text,
 )
 

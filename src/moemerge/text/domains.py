@@ -26,8 +26,7 @@ from moemerge.text.rows import (
     source_names,
     too_large,
 )
-from moemerge.text.spans import answer_spans, mask_by_prefixes
-from moemerge.text.tokens import JOINED, RowText, tokenize
+from moemerge.text.tokens import JOINED, RowText, answer_spans, mask_by_prefixes, tokenize
 
 Holdout = float | Literal["auto"]
 # The share that `auto` holds out, if a domain has at least this many rows.

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from moemerge.experiments.text_tables import TextTable
+from moemerge.experiments.tables import TextTable
 
 TABLE = TextTable(
     ("merge", "variant", "Δ"), (("A_1", "x, y", "1 ± 2"), ("A_1", "z", ""), ("B", "α", "<4"))
