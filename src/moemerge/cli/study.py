@@ -115,7 +115,7 @@ def _shown_tables(report: StudyReport, legend: str) -> Group:
 
     parts: list[Text | NumberTable] = []
     for summary in report.summaries:
-        parts.append(Text(heading(summary), style="bold"))
+        parts.append(Text(summary.form.heading, style="bold"))
         parts += [Text(line) for line in verdicts(summary)]
         parts.append(_drawn(main_table(summary)))
         if (losses := perplexity_table(summary)).rows:
