@@ -111,7 +111,7 @@ def _refuse_failures(failures: Sequence[Failure]) -> None:
 
 def _shown_tables(report: StudyReport, legend: str) -> Group:
     """Return the verdicts and the main table of every experiment with its heading."""
-    from moemerge.experiments.report import heading, main_table, perplexity_table, verdicts
+    from moemerge.experiments.report import main_table, perplexity_table, verdicts
 
     parts: list[Text | NumberTable] = []
     for summary in report.summaries:
