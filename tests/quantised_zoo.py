@@ -82,6 +82,35 @@ def mxfp4(name: str, tensor: Tensor) -> Parts:
     return {name + "_blocks": packed, name + "_scales": (exponent + 127).to(torch.uint8)}
 
 
+def nvfp4(*, compressed: bool) -> Quantise:
+    """ModelOpt: `X.weight`, `X.weight_scale` and `X.weight_scale_2`, and a static `X.input_scale`.
+
+    compressed-tensors stores the inverse of the two numbers in float32.
+    """
+
+    def parts(name: str, tensor: Tensor) -> Parts:
+        groups = tensor.double().view(len(tensor), -1, 16)
+        factor = (groups.abs().max() / (6 * 448)).float()
+        scale = (groups.abs().amax(-1) / 6 / factor).to(torch.float8_e4m3fn)
+        scaled = groups / (scale.double() * factor)[..., None]
+        table = torch.tensor(FP4, dtype=torch.float64)
+        codes = (scaled.abs()[..., None] - table).abs().argmin(-1) + 8 * torch.signbit(scaled)
+        codes = codes.view(tensor.shape).to(torch.uint8)
+        packed = codes[:, 0::2] + 16 * codes[:, 1::2]
+        stem = name.removesuffix("weight")
+        if compressed:
+            return {
+                f"{stem}weight_packed": packed,
+                f"{stem}weight_scale": scale,
+                f"{stem}weight_global_scale": (1 / factor).view(1),
+                f"{stem}input_global_scale": (2 / factor).view(1),
+            }
+        made = {name: packed, f"{stem}weight_scale": scale, f"{stem}weight_scale_2": factor}
+        return made | {f"{stem}input_scale": factor.clone()}
+
+    return parts
+
+
 def fp8_scaled(strategy: str, scale_dtype: torch.dtype = torch.bfloat16) -> Quantise:
     """compressed-tensors: `X.weight` and `X.weight_scale`, one scale or one a row."""
 
@@ -246,6 +275,8 @@ def llama4(name: str, tensor: Tensor) -> Parts:
 
 
 INT4 = weights(4, "int", "group", group_size=8)
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+NVFP4 = weights(4, "float", "tensor_group", group_size=16) | {"format": "nvfp4-pack-quantized"}
 KINDS: dict[str, Kind] = {
     "deepseek fp8": Kind("deepseek_v3", fp8_config(8, 8), block_fp8(8, 8)),
     "qwen fp8": Kind("qwen3_moe", fp8_config(8, 8), block_fp8(8, 8)),
@@ -262,6 +293,13 @@ KINDS: dict[str, Kind] = {
     "llama4 fp8 a row": Kind("llama4_text", weights(8, "float", "channel"), llama4),
     "fp8 a tensor": Kind("olmoe", weights(8, "float", "tensor"), fp8_scaled("tensor")),
     "int8 a row": Kind("olmoe", weights(8, "int", "channel"), packed(8)),
+    "int4 a row": Kind(
+        "olmoe", weights(4, "int", "channel", symmetric=False), packed(4, zeros=True)
+    ),
+    "nvfp4 modelopt": Kind(
+        "qwen3_moe", MODELOPT, nvfp4(compressed=False), moe_intermediate_size=32
+    ),
+    "nvfp4 compressed": Kind("olmoe", NVFP4, nvfp4(compressed=True), intermediate_size=32),
 }
 
 

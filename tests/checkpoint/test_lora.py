@@ -393,3 +393,96 @@ def test_a_scaling_beyond_float32_is_refused(base: Path, tmp_path: Path) -> None
     adapter = write_adapter(tmp_path / "adapter", tensors, lora_alpha=1e300)
     with pytest.raises(CheckpointError, match=r"lora_alpha of 1e\+300"):
         Checkpoint.open(f"{base}+{adapter}")
+
+
+# --- layouts of pairs on stacked experts ----------------------------------------------------------
+STACKS = {"down_proj": (16, 8), "gate_up_proj": (16, 16)}  # (out, in) of `olmoe(8)`, outer first
+
+
+def stacked_adapter(
+    folder: Path, stacks: list[str], *, in_out: bool = False, grouped: bool = False, **config: Any
+) -> dict[str, Tensor]:
+    """Write pairs of rank 2 on four experts of layer 0; return the changes as (experts, out, in).
+
+    PEFT before 0.19.1 took the first axis of an expert's matrix for its input (`in_out`).
+    """
+    generator = torch.Generator().manual_seed(4)
+    owner, tensors, changes = "model.layers.0.mlp.experts", {}, {}
+    for depth, stack in enumerate(stacks):
+        out, into = STACKS[stack][::-1] if in_out else STACKS[stack]
+        a = torch.randn(4, 2, into, generator=generator)
+        b = torch.randn(4, out, 2, generator=generator)
+        module = owner + ".base_layer" * depth
+        tensors[f"{module}.lora_A.weight"] = a.reshape(8, into)
+        order = (1, 0, 2) if grouped else (1, 2, 0)  # (out, experts * rank), (out, rank * experts)
+        tensors[f"{module}.lora_B.weight"] = b.permute(order).reshape(out, 8).contiguous()
+        changes[stack] = 2 * (b @ a).mT if in_out else 2 * b @ a
+    write_adapter(folder, tensors, target_parameters=[f"mlp.experts.{s}" for s in stacks], **config)
+    return changes
+
+
+@pytest.fixture(params=["per expert", "fused"])
+def experts(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    model: Any = olmoe(8)
+    model.save_pretrained(tmp_path / "base", save_original_format=request.param == "per expert")
+    return tmp_path / "base"
+
+
+def changes_of(base: Path, adapter: str) -> dict[str, Tensor]:
+    """Return what an adapter adds to the stacks of layer 0, for either layout of the base."""
+    plain, ours = Checkpoint.open(base), Checkpoint.open(f"{base}+{adapter}")
+    owner = "model.layers.0.mlp.experts"
+
+    def change(name: str) -> Tensor:
+        return ours[f"{owner}.{name}"] - plain[f"{owner}.{name}"]
+
+    if f"{owner}.down_proj" in plain:
+        return {stack: change(stack) for stack in STACKS}
+    gate, up, down = (
+        torch.stack([change(f"{e}.{m}_proj.weight") for e in range(4)])
+        for m in ("gate", "up", "down")
+    )
+    return {"gate_up_proj": torch.cat([gate, up], dim=1), "down_proj": down}
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("in_out", [False, True])
+def test_one_layout_for_all_stacks(
+    tmp_path: Path, experts: Path, in_out: bool, grouped: bool
+) -> None:
+    """The square stack follows its sibling; alone, it follows PEFT's version or the user."""
+    adapter, order = tmp_path / "a", ["rank_major", "grouped_by_expert"][grouped]
+    both = stacked_adapter(adapter, [*STACKS], in_out=in_out, grouped=grouped, lora_B_layout=order)
+    for stack, change in changes_of(experts, str(adapter)).items():
+        torch.testing.assert_close(change, both[stack], rtol=1e-4, atol=1e-5)
+    version = "0.19.0" if in_out else "0.19.1"
+    cases = {"version": (version, order, ""), "user": (None, None, f"#{order}")}
+    for name, (peft_version, stated, suffix) in cases.items():
+        expected = stacked_adapter(
+            tmp_path / name,
+            ["gate_up_proj"],
+            in_out=in_out,
+            grouped=grouped,
+            peft_version=peft_version,
+            lora_B_layout=stated,
+        )
+        if peft_version is None:
+            with pytest.raises(CheckpointError, match="no peft_version"):
+                changes_of(experts, f"{tmp_path / name}{suffix}")
+            suffix += ",in_out" if in_out else ",out_in"
+        change = changes_of(experts, f"{tmp_path / name}{suffix}")["gate_up_proj"]
+        torch.testing.assert_close(change, expected["gate_up_proj"], rtol=1e-4, atol=1e-5)
+
+
+def test_unstated_orders_of_experts(tmp_path: Path, experts: Path) -> None:
+    stacked_adapter(tmp_path / "peft", [*STACKS])
+    (notice,) = Checkpoint.open(f"{experts}+{tmp_path / 'peft'}").notices
+    assert "without a lora_B_layout" in notice
+    assert Checkpoint.open(f"{experts}+{tmp_path / 'peft'}#rank_major").notices == ()
+    stacked_adapter(tmp_path / "unsloth", [*STACKS], auto_mapping={"unsloth_fixed": True})
+    with pytest.raises(CheckpointError, match="either of two orders"):
+        Checkpoint.open(f"{experts}+{tmp_path / 'unsloth'}")
+    Checkpoint.open(f"{experts}+{tmp_path / 'unsloth'}#grouped_by_expert")
+    stacked_adapter(tmp_path / "new", [*STACKS], lora_B_layout="spiral")
+    with pytest.raises(CheckpointError, match="lora_B_layout"):
+        Checkpoint.open(f"{experts}+{tmp_path / 'new'}")

@@ -16,11 +16,12 @@ from moemerge.errors import ConfigError
         ("./a+./b", ("./a", None, "./b", None)),
         ("org/a@v1+org/b@v2", ("org/a", "v1", "org/b", "v2")),
         ("org/a+org/b@v2", ("org/a", None, "org/b", "v2")),
+        ("a+b@v#in_out,rank_major", ("a", None, "b", "v", "in_out,rank_major")),
     ],
 )
 def test_reads_and_writes_references(text: str, parts: tuple[str | None, ...]) -> None:
     ref = ModelRef.parse(text)
-    assert (ref.path, ref.revision, ref.lora, ref.lora_revision) == parts
+    assert ref == ModelRef(*parts)  # type: ignore[arg-type]
     assert str(ref) == text
     assert len({ref, ModelRef.parse(f" {text} ")}) == 1
 
@@ -58,6 +59,11 @@ def test_mapping_forms() -> None:
     assert ModelRef.from_mapping(
         {"model": {"path": "a", "revision": "v"}, "lora": "l@w"}
     ) == ModelRef("a", "v", "l", "w")
+    laid = ModelRef.from_mapping({"model": "a", "lora": {"path": "l", "layout": "in_out"}})
+    assert laid == ModelRef("a", lora="l", lora_layout="in_out") == ModelRef.parse(str(laid))
+    for layout in ("", "out", "in_out,out_in", 3):
+        with pytest.raises(ConfigError, match="is not a LoRA layout"):
+            ModelRef.from_mapping({"model": "a", "lora": {"path": "l", "layout": layout}})
     with pytest.raises(ConfigError, match="needs a `path`"):
         ModelRef.from_mapping({"model": {"revision": "v"}})
     with pytest.raises(ConfigError, match="must be text, not 7"):

@@ -120,7 +120,7 @@ def test_one_model_alone_comes_back_byte_for_byte(
 
 
 # Relative errors that rounding may cost: what each format makes in normal weights, and a little.
-MOST = {"fp8": 0.03, "mxfp4": 0.13, "int4": 0.10, "int8": 0.012}
+MOST = {"fp8": 0.03, "mxfp4": 0.13, "nvfp4": 0.12, "int4": 0.10, "int8": 0.012}
 
 
 @pytest.mark.parametrize("kind", qz.KINDS)
@@ -279,6 +279,25 @@ def test_an_adapter_on_a_quantised_base(published: Callable[..., Any], tmp_path:
     changed = {name for name in before if not equal(before[name], after[name])}
     weight = "model.layers.1.self_attn.q_proj.weight"
     assert changed == {weight, f"{weight}_scale_inv"}
+
+
+@pytest.mark.parametrize("kind", ["nvfp4 modelopt", "nvfp4 compressed"])
+def test_static_input_scales_cover_all_models(
+    published: Callable[..., Any], tmp_path: Path, kind: str
+) -> None:
+    """The second model's inputs are three times as large; compressed-tensors stores inverses."""
+    (_, first), (_, second), _ = published(kind)
+    larger = shutil.copytree(second, tmp_path / "larger")
+    end, factor = (".input_scale", 3.0) if "modelopt" in kind else (".input_global_scale", 1 / 3)
+    for file in larger.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({n: t * factor if n.endswith(end) else t for n, t in tensors.items()}, file)
+    report = same(first, larger, out=tmp_path / "out")
+    stored, wanted = zoo.tensors(tmp_path / "out"), zoo.tensors(larger)
+    scales = [name for name in wanted if name.endswith(end)]
+    assert len(scales) > 20
+    assert all(torch.equal(stored[name], wanted[name]) for name in scales)
+    assert any("the widest of all models" in notice for notice in report["notices"])
 
 
 def test_an_input_scale_that_is_nan_is_refused(

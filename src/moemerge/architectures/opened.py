@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from moemerge.architectures.architecture import Architecture
+from moemerge.architectures.reading import way_out
 from moemerge.architectures.rules import CONFIG_HINT
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.reader import Structure, as_ref
@@ -38,7 +39,7 @@ class OpenModel:
             raise ArchitectureError(
                 f"{self.label} is quantised in a way that is not read "
                 f"({self.architecture.quantised})",
-                hint=hint,
+                hint=way_out(self.architecture.quantised) or hint,
             )
 
 
@@ -49,7 +50,7 @@ _ARCHITECTURES: WeakKeyDictionary[Structure, Architecture] = WeakKeyDictionary()
 def open_model(name: str, ref: str | Path | ModelRef) -> OpenModel:
     """Read a model's headers. A LoRA is part of the model it is applied to."""
     model = as_ref(ref)
-    plain = Checkpoint.open(replace(model, lora=None, lora_revision=None))
+    plain = Checkpoint.open(ModelRef(model.path, model.revision))
     architecture = _ARCHITECTURES.get(plain.structure)
     try:
         if architecture is None:

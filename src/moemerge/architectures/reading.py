@@ -163,8 +163,29 @@ _QUANTISED_ENDS = {
     "weight_scale": "scaled weights",
     ".qweight": "packed integer weights (GPTQ or AWQ)",
     "weight_packed": "packed weights",
-    ".quant_map": "bitsandbytes weights",
+    ".quant_map": "bitsandbytes, four bits",
+    ".SCB": "bitsandbytes, int8",
 }
+_NAMES = {
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+    "gguf": "GGUF",
+}
+# How to get floats, or a format that is read.
+_WAYS_OUT = {
+    "bitsandbytes": "load it with transformers, call `model.dequantize()` and `save_pretrained`",
+    "awq": "convert it with compressed-tensors' `convert_checkpoint`, whose packed INT4 is read",
+}
+
+
+def way_out(description: str) -> str | None:
+    """Return how a model with these quantised weights can be used; None if unknown."""
+    known = [name for name in _NAMES if name in description.lower()]
+    own = [_WAYS_OUT[name] for name in known if name in _WAYS_OUT]
+    original = "use the unquantised original, which its model card names as base_model"
+    return "; or ".join([original, *own]) if known else None
 
 
 def find_quantised(
@@ -193,4 +214,6 @@ def _describe_method(section: Mapping[str, Any]) -> str:
         sparsity.get("format") if isinstance(sparsity, Mapping) else None,
     ]
     method = str(section.get("quant_method", "unnamed method"))
+    if section.get("load_in_8bit"):
+        method += " int8"
     return ", ".join([method, *(name for name in named if isinstance(name, str))])

@@ -23,6 +23,7 @@ INDEX: Final = "model.safetensors.index.json"
 PICKLED_SINGLE: Final = "pytorch_model.bin"
 PICKLED_INDEX: Final = "pytorch_model.bin.index.json"
 ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
+NO_MODEL: Final = "a model folder has a config.json; point at the folder that does"
 _SHARD: Final = re.compile(r"(.*)-(\d+)-of-(\d+)\.(safetensors|bin)")
 
 
@@ -33,7 +34,13 @@ def config_hint(folder: Path) -> str:
     """Return the hint for a folder without a model."""
     if (folder / "adapter_config.json").exists():
         return f"{folder} is a PEFT adapter; name it with its model: BASE+{folder}"
-    return "a model folder has a config.json; point at the folder that does"
+    gguf = next((path.name for path in sorted(folder.glob("*.gguf"))), None)
+    if gguf is not None:
+        return (
+            f"GGUF files are not read: use the unquantised original, or load {gguf} with "
+            f"transformers (`from_pretrained(..., gguf_file={gguf!r})`) and `save_pretrained`"
+        )
+    return NO_MODEL
 
 
 def open_file(path: Path) -> TensorFile:
@@ -88,11 +95,10 @@ def _weight_files(folder: Path) -> list[str]:
         if names:
             _check_numbering(folder, names)
             return names
+    hint = config_hint(folder)
     raise CheckpointError(
         f"{folder} has no weights: no {SINGLE}, {INDEX}, other *.safetensors or {PICKLED_SINGLE}",
-        hint=config_hint(folder)
-        if (folder / "adapter_config.json").exists()
-        else "point at a model folder whose download is complete",
+        hint=hint if hint != NO_MODEL else "point at a model folder whose download is complete",
     )
 
 

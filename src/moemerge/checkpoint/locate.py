@@ -51,10 +51,10 @@ def is_hub_id(model: str) -> bool:
 
 
 def hub_ids(model: str) -> list[str]:
-    """Return the hub ids in `path@revision+lora@revision`, as a model card lists them."""
+    """Return the hub ids in `path@revision+lora@revision#layout`, as a model card lists them."""
     if os.path.exists(os.path.expanduser(model)):
         return []
-    return [part for part in (p.partition("@")[0] for p in model.split("+")) if is_hub_id(part)]
+    return [part for p in model.split("+") if is_hub_id(part := re.split("[@#]", p)[0])]
 
 
 def similar(folder: Path) -> str:

@@ -11,13 +11,14 @@ import re
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from moemerge.checkpoint.adapter import Adapter, LoraPair
 from moemerge.checkpoint.folder import TensorFile
 from moemerge.checkpoint.tensors import TensorInfo
+from moemerge.config.models import LORA_LAYOUTS
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import FLOATS
 from moemerge.runtime.lazy import torch
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 CACHE_BYTES: Final = 256 * 2**20
-# PEFT reads stacks of these families as (experts, in, out), which matters for square matrices.
+# Every version of PEFT reads stacks of these families as (experts, in, out).
 TRANSPOSED_STACKS: Final = frozenset({"gpt_oss", "aria", "aria_text", "openai_privacy_filter"})
 
 # A stacked parameter, and the names of its matrices if experts are stored separately.
@@ -37,6 +38,9 @@ _SPLITS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
     "up_proj": (("up_proj",), ("w3",)),
     "down_proj": (("down_proj",), ("w2",)),
 }
+# The first version of PEFT that reads stacks of other families as (experts, out, in).
+_OUT_IN_SINCE: Final = (0, 19, 1)
+_OTHER_BASE: Final = "name the base model that the adapter was trained on"
 _EXPERT: Final = re.compile(r"(?P<owner>.*\.experts)\.(?P<expert>\d+)\.(?P<matrix>\w+)\.weight")
 
 
@@ -79,9 +83,10 @@ class _Update:
 
     pair: LoraPair
     place: Place
-    out: slice  # the place's share of the pair's output axis
+    share: slice  # of the axis that is split over several tensors: B's rows, or A's columns
     expert: int | None
     experts: int
+    grouped: bool = False  # whether B's columns are grouped by expert
 
     def apply(self, block: Tensor, start: int, factors: _Factors) -> None:
         """Add to `block`, the rows of the stored tensor from `start` on."""
@@ -105,17 +110,24 @@ class _Update:
 
     def _matrices(self, factors: _Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         a, b = factors(self.pair.a), factors(self.pair.b)
-        if self.expert is not None:  # PEFT: A is (experts * rank, in), B is (out, rank * experts)
+        if self.expert is not None:  # A is (experts * rank, in), B is (out, rank * experts)
             a = a.view(self.experts, -1, a.shape[1])[self.expert]
-            b = b.view(b.shape[0], -1, self.experts)[:, :, self.expert]
-        return a.to(dtype), b[self.out].to(dtype)
+            if self.grouped:
+                b = b.view(b.shape[0], self.experts, -1)[:, self.expert]
+            else:
+                b = b.view(b.shape[0], -1, self.experts)[:, :, self.expert]
+        if self.place.transposed:
+            a = a[:, self.share]
+        else:
+            b = b[self.share]
+        return a.to(dtype), b.to(dtype)
 
 
 class LoraChanges:
     """Matches all adapter tensors to a base, and reads its tensors with the adapter added.
 
     An adapter tensor that matches nothing in the base at `path` is refused. `infos` are the tensors
-    whose shape changes with a resized vocabulary.
+    whose shape changes with a resized vocabulary. `layout` is the user's (`ModelRef.lora_layout`).
     """
 
     def __init__(
@@ -124,6 +136,7 @@ class LoraChanges:
         path: Path,
         config: Mapping[str, Any],
         tensors: Mapping[str, TensorInfo],
+        layout: str | None = None,
     ) -> None:
         self._adapter = adapter
         self._config = config
@@ -134,17 +147,20 @@ class LoraChanges:
         self._biases: dict[str, list[LoraPair]] = defaultdict(list)
         self._replaced: dict[str, str] = {}
         self.infos: dict[str, TensorInfo] = {}
+        self.notices: tuple[str, ...] = ()
         self._unmatched: set[str] = set()
+        self._stacks: list[LoraPair] = []
         for parameter, name in adapter.replacements.items():
             self._replace(parameter, name)
         for pair in adapter.pairs:
             self._add(pair)
+        self._add_stacks((layout or "").split(","))
         if self._unmatched:
             tied = config.get("tie_word_embeddings")
             raise CheckpointError(
                 f"{len(self._unmatched)} tensors of the adapter {adapter.path} match nothing "
                 f"in {path}: {first_few(sorted(self._unmatched))}",
-                hint="name the base model that the adapter was trained on"
+                hint=_OTHER_BASE
                 + ("; its output layer is tied to the embeddings, so it has none" if tied else ""),
             )
 
@@ -185,7 +201,7 @@ class LoraChanges:
             raise CheckpointError(
                 f"the adapter replaces {info.name!r} of shape {list(info.shape)} by {name!r} of "
                 f"shape {list(given.shape)}; only the vocabulary may change",
-                hint="name the base model that the adapter was trained on",
+                hint=_OTHER_BASE,
             )
         self._replaced[info.name] = name
         self.infos[info.name] = TensorInfo.of(info.name, info.dtype, given.shape)
@@ -206,9 +222,10 @@ class LoraChanges:
                 f"expected (n, in) and (out, n) with n a multiple of the rank {pair.rank}",
                 hint="adapters on convolutions are not supported; merge those with peft",
             )
-        stacked = experts > 1 or self._is_stack(pair.parameter)
-        for expert in range(experts) if stacked else (None,):
-            self._add_matrix(pair, expert, experts, b[0], a[1])
+        if experts > 1 or self._is_stack(pair.parameter):
+            self._stacks.append(pair)
+        else:
+            self._add_matrix(pair, self._orientations(pair))
         if pair.bias is not None:
             self._add_bias(pair)
 
@@ -218,57 +235,130 @@ class LoraChanges:
         infos = [self._tensors.get(place.tensor) for place in places]
         return any(info is not None and len(info.shape) == 3 for info in infos)
 
+    def _add_stacks(self, stated: Sequence[str]) -> None:
+        """Add the pairs on stacked experts, all in one order of B and one orientation."""
+        if not self._stacks:
+            return
+        grouped = self._grouped(stated)
+        transposed = self._stacks_transposed(stated)
+        for pair in self._stacks:
+            if pair.magnitude is not None:
+                raise _dora_error(pair)
+            experts = self._shapes[pair.a].rows // pair.rank
+            for expert in range(experts):
+                self._add_matrix(pair, (transposed,), expert, experts, grouped=grouped)
+
+    def _grouped(self, stated: Sequence[str]) -> bool:
+        """Return whether B's columns are grouped by expert, as the user or the file states.
+
+        PEFT's order is by rank and is not stated. Unsloth grouped them by expert until September
+        2026 without a statement; it states the order since.
+        """
+        own = self._adapter.settings.document.lora_B_layout
+        order = next((word for word in stated if word in LORA_LAYOUTS[0]), own)
+        if order is not None:
+            return order == "grouped_by_expert"
+        if "unsloth_fixed" in (self._adapter.settings.document.auto_mapping or {}):
+            raise CheckpointError(
+                f"the adapter {self._adapter.path} changes stacked experts and was written by "
+                "Unsloth, but has no lora_B_layout: lora_B may be in either of two orders",
+                hint="write BASE+ADAPTER#grouped_by_expert (Unsloth before September 2026) or "
+                "BASE+ADAPTER#rank_major (PEFT's order)",
+            )
+        self.notices = (
+            f"the adapter {self._adapter.path} changes stacked experts without a lora_B_layout: "
+            "it is read in PEFT's order. If Unsloth before September 2026 trained it, write "
+            "BASE+ADAPTER#grouped_by_expert",
+        )
+        return False
+
+    def _stacks_transposed(self, stated: Sequence[str]) -> bool:
+        """Return whether A's columns follow the first axis of an expert's stored matrix.
+
+        The user decides, then the shapes, then the version of PEFT.
+        """
+        orientation = next((word for word in stated if word in LORA_LAYOUTS[1]), None)
+        if orientation is not None:
+            return orientation == "in_out"
+        found = [(pair, self._places(pair.parameter, 0, 0)) for pair in self._stacks]
+        fits = [t for t in (False, True) if all(self._fit(*one, transposed=t) for one in found)]
+        if len(fits) != 2:
+            return fits == [True]
+        if self._config.get("model_type") in TRANSPOSED_STACKS:
+            return True
+        version = _release(self._adapter.settings.document.peft_version)
+        if version is not None:
+            return version < _OUT_IN_SINCE
+        raise CheckpointError(
+            f"the adapter {self._adapter.path} changes stacks of square matrices, and its config "
+            "has no peft_version that decides their orientation",
+            hint="write BASE+ADAPTER#in_out if PEFT 0.17 to 0.19.0 trained it, and "
+            "BASE+ADAPTER#out_in if a later version did",
+        )
+
     def _add_matrix(
-        self, pair: LoraPair, expert: int | None, experts: int, rows: int, columns: int
+        self,
+        pair: LoraPair,
+        orientations: Sequence[bool],
+        expert: int | None = None,
+        experts: int = 1,
+        *,
+        grouped: bool = False,
     ) -> None:
+        """Add a pair, or its part for one expert, in the first orientation that fits."""
+        rows, columns = self._shapes[pair.b].rows, self._shapes[pair.a].shape[1]
         places = self._places(pair.parameter, expert, rows)
         if not places or any(place.tensor not in self._tensors for place in places):
             self._unmatched.update(pair.names)
             return
-        share, left = divmod(rows, len(places))
-        for i, place in enumerate(places):
-            oriented = None if left else self._oriented(pair, place, share, columns)
-            if oriented is None:
-                info = self._tensors[place.tensor]
-                raise CheckpointError(
-                    f"the adapter's pair for {pair.parameter!r} makes a {rows} x {columns} matrix, "
-                    f"which does not fit {place.tensor!r} of shape {list(info.shape)}",
-                    hint="name the base model that the adapter was trained on",
-                )
-            out = slice(i * share, (i + 1) * share)
-            self._updates[place.tensor].append(_Update(pair, oriented, out, expert, experts))
+        if pair.magnitude is not None and (orientations[0] or places != [Place(places[0].tensor)]):
+            raise _dora_error(pair)
+        fitted = (self._fit(pair, places, transposed=transposed) for transposed in orientations)
+        oriented = next((places for places in fitted if places), None)
+        if oriented is None:
+            info = self._tensors[places[0].tensor]
+            raise CheckpointError(
+                f"the adapter's pair for {pair.parameter!r} makes a {rows} x {columns} matrix, "
+                f"which does not fit {info.name!r} of shape {list(info.shape)}",
+                hint=_OTHER_BASE,
+            )
+        share = (columns if oriented[0].transposed else rows) // len(oriented)
+        for i, place in enumerate(oriented):
+            part = slice(i * share, (i + 1) * share)
+            update = _Update(pair, place, part, expert, experts, grouped)
+            self._updates[place.tensor].append(update)
 
-    def _oriented(self, pair: LoraPair, place: Place, rows: int, columns: int) -> Place | None:
-        """Return the place with its orientation; None if a (rows, columns) matrix does not fit."""
+    def _fit(self, pair: LoraPair, places: Sequence[Place], *, transposed: bool) -> list[Place]:
+        """Return the places with their orientation; none if the pair's matrix does not fit them."""
+        rows, columns = self._shapes[pair.b].rows, self._shapes[pair.a].shape[1]
+        first, second = (columns, rows) if transposed else (rows, columns)
+        first, left = divmod(first, max(1, len(places)))
+        oriented = [replace(place, transposed=transposed) for place in places]
+        fits = all(self._matrix_shape(place) == (first, second) for place in oriented)
+        return oriented if fits and not left else []
+
+    def _matrix_shape(self, place: Place) -> tuple[int, ...]:
+        """Return the stored shape of a place's matrix."""
         info = self._tensors[place.tensor]
-        shape = self.infos.get(info.name, info).shape
-        matrix = shape if place.row is None else shape[1:]
         if info.dtype not in FLOATS:
             raise CheckpointError(
                 f"the adapter changes {info.name!r}, which is stored as {info.dtype}",
                 hint="dequantise the base model first",
             )
-        if len(matrix) != 2 or (place.row is not None and place.row >= shape[0]):
-            return None
-        for transposed in self._orientations(pair, place):
-            out, columns_here = matrix[::-1] if transposed else matrix
-            if place.part is not None:
-                out = len(range(*place.part.indices(out)))
-            if (out, columns_here) == (rows, columns):
-                return Place(place.tensor, place.row, place.part, transposed)
-        return None
+        shape = self.infos.get(info.name, info).shape
+        if place.row is not None:
+            shape = shape[1:] if place.row < shape[0] else ()
+        if place.part is None or len(shape) != 2:
+            return shape
+        axis = 1 if place.transposed else 0
+        part = len(range(*place.part.indices(shape[axis])))
+        return (shape[0], part) if axis else (part, shape[1])
 
-    def _orientations(self, pair: LoraPair, place: Place) -> tuple[bool, ...]:
-        transposed = pair.embedding or self._adapter.settings.document.fan_in_fan_out
-        if pair.magnitude is not None and (transposed or place != Place(place.tensor)):
-            raise CheckpointError(
-                f"the adapter uses DoRA on {pair.parameter!r}, an embedding, a transposed matrix "
-                "or a part of a stack, where it is not supported",
-                hint="merge the adapter with peft (merge_and_unload) and use the result",
-            )
+    def _orientations(self, pair: LoraPair) -> tuple[bool, ...]:
+        """Return whether a matrix may be stored transposed, the likelier case first."""
         if pair.embedding:  # A is (rank, vocabulary), B is (width, rank)
             return (True,)
-        if place.row is None:
+        if all(place.row is None for place in self._places(pair.parameter, None, 1)):
             return (self._adapter.settings.document.fan_in_fan_out,)
         transposed = self._config.get("model_type") in TRANSPOSED_STACKS
         return (transposed, not transposed)
@@ -280,6 +370,23 @@ class LoraChanges:
             self._unmatched.add(str(pair.bias))
             return
         self._biases[places[0].tensor].append(pair)
+
+
+def _dora_error(pair: LoraPair) -> CheckpointError:
+    return CheckpointError(
+        f"the adapter uses DoRA on {pair.parameter!r}, an embedding, a transposed matrix or a part "
+        "of a stack, where it is not supported",
+        hint="merge the adapter with peft (merge_and_unload) and use the result",
+    )
+
+
+def _release(version: str | None) -> tuple[int, ...] | None:
+    """Return the numbers of a version; None if unknown or a preview of `_OUT_IN_SINCE`."""
+    match = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})(.*)", version or "")
+    if match is None:
+        return None
+    numbers = tuple(map(int, match.groups()[:3]))
+    return None if numbers == _OUT_IN_SINCE and match[4] else numbers
 
 
 # --- parameters of the loaded model on disk -------------------------------------------------------

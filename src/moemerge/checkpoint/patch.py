@@ -23,6 +23,7 @@ from moemerge.checkpoint.folder import (
     place_in,
 )
 from moemerge.checkpoint.output import OutputFolder, copy_file, writing
+from moemerge.checkpoint.quantised.modelopt import FILE as QUANTISATION_FILE
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.reader import AdaptedCheckpoint, Checkpoint
 from moemerge.checkpoint.requantise import RoundingErrors
@@ -377,6 +378,7 @@ class _Rewritten:
                 config = json.dumps(self._source.config, indent=2) + "\n"
                 self.add_bytes("config.json", config.encode())
             files = {**other_files(self._source), **self._source.companions()}
+            files.pop(QUANTISATION_FILE, None)  # OUT has floats
             for name, path in files.items():
                 if name not in self._added and name != PICKLED_INDEX:
                     self._writer.add_file(path, name)

@@ -16,7 +16,13 @@ from moemerge.checkpoint.adapter import open_adapter
 from moemerge.checkpoint.folder import TensorFile, companion_files, config_hint, open_folder
 from moemerge.checkpoint.locate import locate
 from moemerge.checkpoint.lora import LoraChanges
-from moemerge.checkpoint.quantised.recognise import Quantisation, recognise, without_sections
+from moemerge.checkpoint.quantised import modelopt
+from moemerge.checkpoint.quantised.recognise import (
+    SECTIONS,
+    Quantisation,
+    recognise,
+    without_sections,
+)
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo, format_size
@@ -57,6 +63,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.path = path
         self.label = label if label is not None else str(path)
         self.config: dict[str, Any] = read_object(path / "config.json", config_hint(path))
+        if not any(self.config.get(name) for name in SECTIONS):
+            self.config |= modelopt.section_of(path)
         self.files, self._file_of = open_folder(path)
         self._states = {file.path: _state(file.path) for file in self.files}
         try:
@@ -117,7 +125,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         if model.lora is None:
             return Checkpoint(folder, str(ref))
         adapter = locate(model.lora, model.lora_revision)
-        return AdaptedCheckpoint(folder, adapter, str(ref))
+        return AdaptedCheckpoint(folder, adapter, str(ref), model.lora_layout)
 
     def read(
         self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
@@ -133,6 +141,10 @@ class Checkpoint(Mapping[str, "Tensor"]):
             return info.read(self.stored, rows, out)
         except CheckpointError as error:
             raise CheckpointError(f"{self.label}: {error.message}", hint=error.hint) from error
+
+    def stored_info(self, name: str) -> TensorInfo | None:
+        """Return the header of a tensor under its stored name, if it exists."""
+        return self._file_of[name].tensors[name] if name in self._file_of else None
 
     def stored(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """Read a tensor under its stored name, without dequantising it."""
@@ -213,6 +225,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return sum(file.tensors[name].nbytes for name, file in self._file_of.items())
 
     @property
+    def notices(self) -> tuple[str, ...]:
+        """Return what the user should know about how the model is read."""
+        return ()
+
+    @property
     def folders(self) -> tuple[Path, ...]:
         """Return every folder that is read; none may be written to meanwhile."""
         return (self.path,)
@@ -255,7 +272,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
 class AdaptedCheckpoint(Checkpoint):
     """A base checkpoint with one adapter. Adapter tensors that match nothing are refused."""
 
-    def __init__(self, path: Path, adapter: Path, label: str | None = None) -> None:
+    def __init__(
+        self, path: Path, adapter: Path, label: str | None = None, layout: str | None = None
+    ) -> None:
         super().__init__(path, label if label is not None else f"{path}+{adapter}")
         try:
             self.adapter = open_adapter(adapter)
@@ -263,7 +282,7 @@ class AdaptedCheckpoint(Checkpoint):
             super().close()
             raise
         try:
-            self._changes = LoraChanges(self.adapter, path, self.config, self.tensors)
+            self._changes = LoraChanges(self.adapter, path, self.config, self.tensors, layout)
         except BaseException:
             self.close()
             raise
@@ -276,6 +295,10 @@ class AdaptedCheckpoint(Checkpoint):
             old = self.tensors[name].rows
             if info.rows != old and self.config.get("vocab_size") == old:
                 self.config = {**self.config, "vocab_size": info.rows}
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        return self._changes.notices
 
     @property
     def changed(self) -> tuple[str, ...]:

@@ -53,6 +53,9 @@ class AdapterDocument(FileSchema):
     rank_pattern: dict[str, Annotated[int, Field(ge=1, lt=2**31)]] | None = None
     alpha_pattern: dict[str, Finite] | None = None
     target_parameters: list[str] | None = None
+    peft_version: str | None = None
+    lora_B_layout: Literal["rank_major", "grouped_by_expert"] | None = None  # noqa: N815
+    auto_mapping: dict[str, Any] | None = None
 
 
 class Provenance(FileSchema):

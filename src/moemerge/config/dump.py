@@ -107,12 +107,12 @@ def _absolute(text: tuple[str, ...] | DataRecipe) -> list[str] | DataRecipe:
 def _model(ref: ModelRef) -> Any:
     """Return text, or mergekit's mapping if the text would be misread."""
     parts = (ref.path, ref.revision, ref.lora, ref.lora_revision)
-    if not any(mark in part for part in parts if part for mark in "@+"):
+    if not any(mark in part for part in parts if part for mark in "@+#"):
         return str(ref)
     side = {"path": ref.path, "revision": ref.revision}
     result: dict[str, Any] = {"model": {k: v for k, v in side.items() if v is not None}}
     if ref.lora is not None:
-        lora = {"path": ref.lora, "revision": ref.lora_revision}
+        lora = {"path": ref.lora, "revision": ref.lora_revision, "layout": ref.lora_layout}
         result["lora"] = {k: v for k, v in lora.items() if v is not None}
     return result
 

@@ -193,8 +193,8 @@ def _model_keys(raw: Mapping[str, Any]) -> None:
     known = ("model", "lora", "override_architecture") if whole else ("path", "revision")
     places: list[tuple[Path, Mapping[str, Any], tuple[str, ...]]] = [((), raw, known)]
     places += [
-        ((side,), raw[side], ("path", "revision"))
-        for side in ("model", "lora")
+        ((side,), raw[side], ("path", "revision", *extra))
+        for side, extra in (("model", ()), ("lora", ("layout",)))
         if whole and isinstance(raw.get(side), Mapping)
     ]
     for path, mapping, keys in places:

@@ -1,4 +1,7 @@
-"""A model as a user names it: `path[@revision][+lora[@revision]]`, a folder or a hub id."""
+"""A model as a user names it: `path[@revision][+lora[@revision][#layout]]`.
+
+`path` and `lora` are folders or hub ids. `layout` describes LoRA factors of stacked experts.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from moemerge.errors import ConfigError
 
-FORM = "path[@revision][+lora[@revision]]"
+FORM = "path[@revision][+lora[@revision][#layout]]"
+# LoRA factors of a stack of experts: the order of B's columns, and the stack's axes. One of each.
+LORA_LAYOUTS: Final = (("rank_major", "grouped_by_expert"), ("out_in", "in_out"))
 
 
 @dataclass(frozen=True)
@@ -20,10 +26,11 @@ class ModelRef:
     revision: str | None = None
     lora: str | None = None
     lora_revision: str | None = None
+    lora_layout: str | None = None  # one or two of LORA_LAYOUTS, with a comma
 
     @classmethod
     def parse(cls, text: str) -> ModelRef:
-        """Read `path@revision+lora@revision`.
+        """Read `path@revision+lora@revision#layout`.
 
         If the whole text (or one side of its `+`) is an existing folder, it is that folder: `@` and
         `+` are legal in folder names.
@@ -35,7 +42,8 @@ class ModelRef:
         path, revision = _split_revision(base, text)
         if lora is None:
             return cls(path, revision)
-        return cls(path, revision, *_split_revision(lora, text))
+        lora, layout = _split_layout(lora)
+        return cls(path, revision, *_split_revision(lora, text), layout)
 
     @classmethod
     def from_mapping(cls, value: Mapping[str, object]) -> ModelRef:
@@ -45,7 +53,11 @@ class ModelRef:
         path, revision = _part(value["model"])
         if value.get("lora") is None:
             return cls(path, revision)
-        return cls(path, revision, *_part(value["lora"]))
+        lora = value["lora"]
+        if isinstance(lora, Mapping):
+            return cls(path, revision, *_path_and_revision(lora), _layout(lora.get("layout")))
+        lora, layout = _split_layout(lora) if isinstance(lora, str) else (lora, None)
+        return cls(path, revision, *_part(lora), layout)
 
     @property
     def label(self) -> str:
@@ -60,7 +72,10 @@ class ModelRef:
 
     def __str__(self) -> str:
         text = _joined(self.path, self.revision)
-        return text if self.lora is None else f"{text}+{_joined(self.lora, self.lora_revision)}"
+        if self.lora is None:
+            return text
+        layout = f"#{self.lora_layout}" if self.lora_layout else ""
+        return f"{text}+{_joined(self.lora, self.lora_revision)}{layout}"
 
 
 ModelLike = str | Path | ModelRef  # a model as a caller gives it
@@ -91,6 +106,28 @@ def _split_lora(text: str) -> tuple[str, str | None]:
         if os.path.exists(base) or os.path.exists(lora):
             return base, lora
     raise ConfigError(f"model reference {text!r} has more than one '+'", hint=f"write {FORM}")
+
+
+def _split_layout(lora: str) -> tuple[str, str | None]:
+    """Split `lora#layout`; a folder with `#` in its name stays whole."""
+    if os.path.exists(lora) or "#" not in lora:
+        return lora, None
+    lora, _, layout = lora.rpartition("#")
+    return lora, _layout(layout)
+
+
+def _layout(value: object) -> str | None:
+    if value is None:
+        return None
+    words = value.split(",") if isinstance(value, str) else [""]
+    chosen = [[word for word in words if word in pair] for pair in LORA_LAYOUTS]
+    if max(map(len, chosen)) > 1 or sum(map(len, chosen)) < len(words):
+        raise ConfigError(
+            f"{value!r} is not a LoRA layout",
+            hint=f"write {' or '.join(LORA_LAYOUTS[0])}, {' or '.join(LORA_LAYOUTS[1])}, or one of "
+            "each with a comma",
+        )
+    return ",".join(words)
 
 
 def _split_revision(part: str, text: str) -> tuple[str, str | None]:

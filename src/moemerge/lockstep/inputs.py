@@ -160,15 +160,16 @@ def base_notices(
     in_config: bool,
     pruned: bool = False,
 ) -> list[str]:
-    """Return a warning if no source is the base: what may be lost, and the remedy.
+    """Return how the models are read, and a warning if no source is the base.
 
     `pruned` is whether a source has more experts than the model, so that it is the original.
     `in_config` is whether a config with a merge and a repair is run, so that the remedy is a line
     of it.
     """
+    read = [n for model in (merged, *sources.values()) for n in model.checkpoint.notices]
     base = _base_of(merged.checkpoint.path)
     if pruned or BASE in sources or (base is not None and _is_among(base, sources, given)):
-        return []
+        return read
     if in_config:
         remedy = "add `base: general.jsonl` under `data:`"
         if base is None:
@@ -178,8 +179,9 @@ def base_notices(
         remedy = f'add `sources={{**sources, "base": {name}}}` '
         remedy += '`data={**data, "base": "general.jsonl"}`'
     return [
+        *read,
         "no source is the base model, so what it can do beyond these domains may be lost: a few "
-        f"dozen rows of text like that keep it; {remedy}"
+        f"dozen rows of text like that keep it; {remedy}",
     ]
 
 

@@ -22,7 +22,7 @@ from moemerge.checkpoint import (
     parse_size,
     require_space,
 )
-from moemerge.checkpoint.requantise import QuantisingWriter
+from moemerge.checkpoint.requantise import QuantisingWriter, static_scale_notices
 from moemerge.config.checks import filter_faults
 from moemerge.config.coefficients import Coefficients
 from moemerge.config.dump import dump_config
@@ -197,11 +197,13 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
         seed=seed,
         notices=(
             *loaded.warnings,
+            *(notice for model in models.values() for notice in model.checkpoint.notices),
             *loaded.reporter.judge(ineffective),
             *output.notices,
             *files.notices,
             *doubts,
             *_memory_notices(output.blocks, memory),
+            *(_static_scales(merge, models) if requantise else ()),
         ),
     )
     job = MergeJob(loaded, settings, models, plan, files, started)
@@ -287,7 +289,8 @@ def run_merge(
         execution = ExecutionSettings(
             device, memory_budget(job.settings), allow_nonfinite=job.settings.allow_nonfinite
         )
-        target = QuantisingWriter(writer, plan.quantised_tensors())
+        checkpoints = [model.checkpoint for model in plan.models]
+        target = QuantisingWriter(writer, plan.quantised_tensors(), checkpoints)
         with keeping(job, writer.folder) as keeper:
             outcome = execute(plan, target, execution, ranks.progress(progress), keeper)
             tasks = {} if keeper is None else keeper.commit()
@@ -403,6 +406,11 @@ def require_requantisable(merge: NormalisedMerge, models: Mapping[str, OpenModel
             '`requantize="same"` cannot move layers: the config names those that stay in floats',
             hint="merge the slices into floats, and quantise the result with the format's tool",
         )
+
+
+def _static_scales(merge: NormalisedMerge, models: Mapping[str, OpenModel]) -> list[str]:
+    donor = models[merge.name_of(merge.donor)].checkpoint
+    return static_scale_notices(donor, [model.checkpoint for model in models.values()])
 
 
 def _describe_coefficients(coefficients: Coefficients | None) -> dict[str, Any]:

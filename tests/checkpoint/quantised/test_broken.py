@@ -33,6 +33,10 @@ def row() -> tuple[dict[str, Any], qz.Parts]:
     return qz.weights(8, "float", "channel"), qz.fp8_scaled("channel")("a.weight", W)
 
 
+def modelopt() -> tuple[dict[str, Any], qz.Parts]:
+    return qz.MODELOPT, qz.nvfp4(compressed=False)("a.weight", W)
+
+
 def int4() -> tuple[dict[str, Any], qz.Parts]:
     return json.loads(json.dumps(INT4)), qz.packed(4, 8)("a.weight", W)
 
@@ -118,6 +122,9 @@ HEADERS: list[tuple[Callable[[], Any], Change, str]] = [
     (int4, state_weights(group_size=0), "group_size 0"),
     (int4, state_weights(symmetric=False), "weight_zero_point is none"),
     (int4, cast("a.weight_packed", torch.int64), "stored as int64"),
+    (modelopt, drop("a.weight_scale_2"), "no a.weight_scale_2"),
+    (modelopt, cut("a.weight_scale", 3), r"needs scales \[16, 2\]"),
+    (modelopt, cast("a.weight_scale", torch.float32), "NVFP4 has a matrix of uint8"),
     (asymmetric, cut("a.weight_zero_point"), r"weight_zero_point is \[1, 4\]"),
     (asymmetric, cut("a.weight_g_idx", 5), "each of 32 columns"),
     (channel, fill("a.weight_shape", -3), "two whole numbers"),
@@ -148,6 +155,8 @@ NUMBERS: list[tuple[Callable[[], Any], Change, str]] = [
     (fp8, fill("a.weight", float("nan")), "non-finite"),
     (mxfp4, fill("m.experts.down_proj_scales", 255), "the first is nan"),
     (row, fill("a.weight_scale", 0.0), "not above zero"),
+    (modelopt, fill("a.weight_scale", float("nan")), "the first is nan"),
+    (modelopt, lambda _, parts: parts["a.weight_scale_2"].zero_(), "not above zero"),
     (int4, fill("a.weight_scale", float("nan")), "the first is nan"),
     (
         asymmetric,
@@ -178,8 +187,10 @@ def test_refused_while_merging(
     [
         {"quant_method": "gptq", "bits": 4},
         {"quant_method": "awq", "bits": 4},
-        {"quant_method": "bitsandbytes"},
-        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        {"quant_method": "torchao"},
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
         {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
         {"quant_method": "compressed-tensors", "format": "marlin-24"},
         {**qz.weights(8, "float", "channel"), "sparsity_config": {"format": "sparse-bitmask"}},
@@ -195,6 +206,21 @@ def test_other_formats_are_refused_by_name(section: dict[str, Any], tmp_path: Pa
     inner = section.get("sparsity_config", section).get("format", "")
     assert inner in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("a.qweight", "GPTQ or AWQ"), ("a.SCB", "bitsandbytes, int8"), ("x.gguf", "GGUF files")],
+)
+def test_files_of_other_formats_are_refused_by_name(name: str, found: str, tmp_path: Path) -> None:
+    write(tmp_path, {}, {"a.weight": W, name: W[:1].clone()})
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
+    if name.endswith(".gguf"):
+        (tmp_path / "model.safetensors").rename(tmp_path / name)
+    config = {"merge_method": "passthrough", "models": [{"model": str(tmp_path)}]}
+    with pytest.raises(MoeMergeError, match=found) as caught:
+        moemerge.validate(config)
+    assert "unquantised original" in str(caught.value)
 
 
 def write(folder: Path, section: Any, parts: qz.Parts) -> None:

@@ -15,7 +15,7 @@ import quantised_zoo as qz
 import zoo
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.quantised.scheme import relative_error
-from moemerge.checkpoint.quantised.tensor import QuantisedInfo
+from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding
 
 Folder = Callable[..., Path]
 
@@ -128,6 +128,58 @@ def test_compressed_tensors_agrees(case: str, shape: tuple[int, int], tmp_path: 
     assert torch.equal(checkpoint.read("a.weight", (2, 4)), expected[2:4])
     spread = float((checkpoint["a.weight"] - tensor).norm() / tensor.norm())
     assert spread < (0.15 if "int4" in case else 0.04)  # and it is the tensor that went in
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_nvfp4_is_the_product_of_code_scale_and_factor(tmp_path: Path, compressed: bool) -> None:
+    """NVIDIA's description: e2m1 * e4m3 * float32, the even column in the lower half of a byte."""
+    tensor = torch.randn(5, 48, generator=torch.Generator().manual_seed(3))
+    tensor[1, 16:32] = 0  # a scale of zero
+    parts = qz.nvfp4(compressed=compressed)("a.weight", tensor)
+    stored = parts["a.weight_packed" if compressed else "a.weight"]
+    codes = torch.stack([stored & 15, stored >> 4], dim=-1).view(5, 48).long()
+    values = torch.tensor(qz.FP4)[codes & 7] * (1 - 2 * (codes >> 3))
+    scales = parts["a.weight_scale"].float()
+    if compressed:
+        scales = scales / parts["a.weight_global_scale"]
+    else:
+        scales = scales * parts["a.weight_scale_2"]
+    expected = (values * scales.repeat_interleave(16, 1)).bfloat16()
+    checkpoint = single(tmp_path / "a", qz.NVFP4 if compressed else qz.MODELOPT, parts)
+    assert list(checkpoint) == ["a.weight"]
+    assert torch.equal(checkpoint["a.weight"], expected)
+    assert torch.equal(checkpoint.read("a.weight", (1, 3)), expected[1:3])
+    assert (expected - tensor).norm() < 0.12 * tensor.norm()
+    if not compressed:  # the same without a section in config.json, as older versions write it
+        single(tmp_path / "b", None, parts)
+        (tmp_path / "b" / "hf_quant_config.json").write_text(
+            '{"quantization": {"quant_algo": "NVFP4"}}'
+        )
+        assert torch.equal(Checkpoint.open(tmp_path / "b")["a.weight"], expected)
+        return
+    ct = pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationScheme
+
+    scheme = QuantizationScheme(**qz.NVFP4["config_groups"]["group_0"])
+    state = {name.removeprefix("a."): part for name, part in parts.items()}
+    theirs = ct.compressors.BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    assert torch.equal(theirs.decompress(state, scheme)["weight"].bfloat16(), expected)
+
+
+def test_one_zero_point_for_a_tensor(tmp_path: Path) -> None:
+    tensor = torch.rand(6, 8, generator=torch.Generator().manual_seed(3))
+    scale = (tensor.max() / 255).view(1)
+    codes = (tensor / scale - 128).round().to(torch.int8)
+    zero = torch.tensor([-128], dtype=torch.int8)
+    section = qz.weights(8, "int", "tensor", symmetric=False) | {"format": "int-quantized"}
+    parts = {"a.weight": codes, "a.weight_scale": scale, "a.weight_zero_point": zero}
+    checkpoint = single(tmp_path, section, parts)
+    expected = (codes.float() + 128) * scale
+    assert torch.equal(checkpoint["a.weight"], expected.bfloat16())
+    info = checkpoint.tensors["a.weight"]
+    assert isinstance(info, QuantisedInfo)
+    written = {w.name: w.tensor for w in info.encode(checkpoint.stored, expected, 0, Rounding())}
+    assert all(torch.equal(written[name], parts[name]) for name in parts)
 
 
 @pytest.mark.parametrize("shape", [(13, 24), (300, 200), (128, 129), (1, 1)], ids=str)

@@ -1,8 +1,9 @@
 """The formats of compressed-tensors: `quant_method: compressed-tensors`.
 
 FP8 and INT8 are stored in `X.weight`, packed INT4 and INT8 in the 32-bit words of
-`X.weight_packed`. `X.weight_scale` has a scale per tensor, row, group of a row or block. There may
-be a `X.weight_zero_point` and, if columns were grouped out of order, a `X.weight_g_idx`.
+`X.weight_packed`, NVFP4 in its bytes. `X.weight_scale` has a scale per tensor, row, group of a row
+or block; those of NVFP4 are divided by `X.weight_global_scale`. There may be a
+`X.weight_zero_point` and, if columns were grouped out of order, a `X.weight_g_idx`.
 `config_groups` assigns formats to modules.
 """
 
@@ -25,10 +26,13 @@ from moemerge.checkpoint.quantised.scheme import (
 )
 from moemerge.checkpoint.quantised.tensor import (
     DAMAGED_HINT,
+    LARGEST_SCALES,
+    NVFP4_GROUP,
     Headers,
     QuantisedInfo,
     count_pair,
     is_count,
+    nvfp4,
     require_scales,
     siblings,
 )
@@ -38,10 +42,11 @@ from moemerge.runtime.dtypes import Dtype
 
 READABLE: Final = frozenset(
     {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
+    | {"nvfp4-pack-quantized"}
 )
 _PACKED: Final = {4: PACKED_INT4, 8: PACKED_INT8}
 _PLAIN: Final = {Dtype.FLOAT8_E4M3FN: ("float", E4M3), Dtype.INT8: ("int", INT8)}
-_OTHERS: Final = (".weight_shape", ".input_scale", ".input_zero_point")
+_OTHERS: Final = (".weight_shape", *LARGEST_SCALES, ".input_zero_point")
 _WORD_BITS: Final = 32
 
 ReadShape = Callable[[str], list[int]]  # the numbers of a small integer tensor
@@ -66,10 +71,10 @@ class _Weights:
             height = None
         elif strategy == "block":
             height, width = count_pair(stated.get("block_structure"), "block_structure")
-        elif strategy == "group":
+        elif strategy in ("group", "tensor_group"):
             width = stated.get("group_size")
-        if strategy not in ("tensor", "channel", "group", "block") or (
-            strategy == "group" and not is_count(width)
+        if strategy not in ("tensor", "channel", "group", "tensor_group", "block") or (
+            "group" in strategy and not is_count(width)
         ):
             raise CheckpointError(
                 f"quantization_config: weights by strategy {strategy!r} with group_size "
@@ -184,11 +189,14 @@ def _packed(
     dtype: Dtype,
     read: ReadShape,
 ) -> QuantisedInfo:
+    if (weights.kind, weights.bits, weights.width) == ("float", 4, NVFP4_GROUP):
+        name = f"{stem}.weight"
+        return nvfp4(name, dtype, info, headers, factor=".weight_global_scale", divides=True)
     codes = _PACKED.get(weights.bits)
     if codes is None or weights.kind != "int" or info.dtype is not Dtype.INT32:
         raise CheckpointError(
             f"{info.name!r} is stored as {info.dtype}, {weights.kind} of {weights.bits} bits",
-            hint="readable packs: INT4 and INT8 in int32; convert the others with their own tool",
+            hint="readable packs: INT4 and INT8 in int32, NVFP4; convert others by their own tool",
         )
     if len(info.shape) != 2:
         raise CheckpointError(f"{info.name!r} has shape {list(info.shape)}, expected a matrix")
@@ -246,7 +254,7 @@ def _checked(
             scales,
             zeros if scheme.fit is asymmetric else None,
             order,
-            siblings(info.name, _OTHERS, headers)
+            others=siblings(info.name, _OTHERS, headers)
             + ((zeros,) if zeros is not None and scheme.fit is symmetric else ()),
             stacked=len(shape) == 3,
         )
@@ -254,8 +262,11 @@ def _checked(
     blocks = unit.blocks
     if scheme.fit is asymmetric:
         packed = -(-blocks.down * scheme.codes.bits // _WORD_BITS), blocks.across
-        fitting = {Dtype.INT8: (blocks.down, blocks.across), Dtype.INT32: packed}
-        if zeros is None or zeros.shape != fitting.get(zeros.dtype):
+        fitting: list[tuple[Dtype, tuple[int, ...]]] = [(Dtype.INT32, packed)]
+        fitting.append((Dtype.INT8, (blocks.down, blocks.across)))
+        if blocks.across == 1:
+            fitting.append((Dtype.INT8, (blocks.down,)))
+        if zeros is None or (zeros.dtype, zeros.shape) not in fitting:
             shown = "none" if zeros is None else f"{list(zeros.shape)} {zeros.dtype}"
             raise CheckpointError(
                 f"{unit.name!r} is asymmetric: its weight_zero_point is {shown}, expected "

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from moemerge.checkpoint.quantised.scheme import E4M3, E5M2, Scheme, largest, largest_power_of_two
 from moemerge.checkpoint.quantised.tensor import (
+    LARGEST_SCALES,
     Headers,
     QuantisedInfo,
     count_pair,
@@ -25,7 +26,6 @@ from moemerge.runtime.dtypes import Dtype
 CODES: Final = {Dtype.FLOAT8_E4M3FN: E4M3, Dtype.FLOAT8_E5M2: E5M2}
 _EXPONENTS: Final = (Dtype.UINT8, Dtype.FLOAT8_E8M0FNU)
 _SCALES: Final = ("_scale_inv", ".scale")
-_OTHERS: Final = (".activation_scale", ".input_scale")
 
 
 def find(section: Mapping[str, Any], headers: Headers, dtype: Dtype) -> Iterator[QuantisedInfo]:
@@ -79,6 +79,6 @@ def _one(
         scheme,
         codes=info,
         scales=scales,
-        others=siblings(info.name, _OTHERS, headers),
+        others=siblings(info.name, LARGEST_SCALES, headers),
         stacked=len(info.shape) == 3,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from moemerge.checkpoint.quantised import compressed, fp8, mxfp4
+from moemerge.checkpoint.quantised import compressed, fp8, modelopt, mxfp4
 from moemerge.checkpoint.quantised.tensor import (
     FetchStored,
     Headers,
@@ -30,6 +30,8 @@ _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _SCALES: Final = (
     "_scale_inv",
     ".weight_scale",
+    ".weight_scale_2",
+    ".weight_global_scale",
     ".weight_zero_point",
     ".weight_g_idx",
     ".weight_shape",
@@ -64,6 +66,8 @@ def recognise(
         tensors = fp8.find(section, headers, dtype)
     elif method == "mxfp4":
         tensors = mxfp4.find(section, headers, dtype)
+    elif method == "modelopt":
+        tensors = modelopt.find(headers, dtype)
     else:
         tensors = compressed.find(section, headers, dtype, read)
     units = stack_experts(config, {unit.name: unit for unit in tensors})
@@ -80,6 +84,8 @@ def recognise(
 def is_readable(section: Mapping[str, Any]) -> bool:
     """Return whether a quantization_config describes a supported format."""
     method = section.get("quant_method")
+    if method == "modelopt":
+        return section.get("quant_algo") in modelopt.READABLE
     if method != "compressed-tensors":
         return method in ("fp8", "mxfp4")
     changed = section.get("sparsity_config") or section.get("transform_config")

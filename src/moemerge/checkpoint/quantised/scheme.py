@@ -239,6 +239,8 @@ class Scheme:
     def store_scales(self, scales: Tensor) -> Tensor:
         if self.scale_dtype is Dtype.UINT8:
             return scales.to(torch.float8_e8m0fnu).view(torch.uint8)
+        if self.scale_dtype is Dtype.FLOAT8_E4M3FN:
+            scales = scales.clamp(max=E4M3.high)  # torch's conversion does not saturate
         return scales.to(self.scale_dtype.torch)
 
     def fitted(self, blocks: Tensor) -> ScaleGrid:
@@ -249,11 +251,12 @@ class Scheme:
     def encode(self, blocks: Tensor, grid: ScaleGrid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the codes of values (down, across, n), and their decoded values in `dtype`."""
         scale = grid.scale[:, :, None]
+        blocks = blocks / torch.where(scale > 0, scale, math.inf)  # all is zero with scale zero
         if grid.zero is None:  # without adding 0.0, which would change the sign of -0.0
-            codes = self.codes.round(blocks / scale)
+            codes = self.codes.round(blocks)
             return codes, (self.codes.values_of(codes) * scale).to(dtype)
         zero = grid.zero[:, :, None]
-        codes = self.codes.round(blocks / scale + zero)
+        codes = self.codes.round(blocks + zero)
         return codes, ((self.codes.values_of(codes) - zero) * scale).to(dtype)
 
 

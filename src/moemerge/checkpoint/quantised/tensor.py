@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from moemerge.checkpoint.quantised.scheme import Codes, ScaleBlocks, ScaleGrid, Scheme
+from moemerge.checkpoint.quantised.scheme import (
+    FP4,
+    Codes,
+    ScaleBlocks,
+    ScaleGrid,
+    Scheme,
+    largest,
+)
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import FLOATS, Dtype
@@ -58,6 +65,8 @@ class QuantisedInfo(TensorInfo):
     scales: TensorInfo
     zeros: TensorInfo | None = None
     order: TensorInfo | None = None
+    factor: TensorInfo | None = None  # one number that multiplies all scales (NVFP4)
+    divides: bool = False  # it divides them instead
     others: tuple[TensorInfo, ...] = field(default=())  # not needed for reading
     stacked: bool = False
     transposed: bool = False  # stored (out, in), read (in, out)
@@ -65,7 +74,7 @@ class QuantisedInfo(TensorInfo):
     @property
     def parts(self) -> tuple[TensorInfo, ...]:
         """Return all stored tensors that it consists of."""
-        known = (self.codes, self.scales, self.zeros, self.order, *self.others)
+        known = (self.codes, self.scales, self.zeros, self.order, self.factor, *self.others)
         return tuple(part for part in known if part is not None)
 
     @property
@@ -160,7 +169,7 @@ class QuantisedInfo(TensorInfo):
     @property
     def kept(self) -> tuple[TensorInfo, ...]:
         """Return the parts that do not depend on the values."""
-        return tuple(part for part in (self.order, *self.others) if part is not None)
+        return tuple(part for part in (self.order, self.factor, *self.others) if part is not None)
 
 
 def _bands(start: int, stop: int, columns: int, step: int) -> Iterator[RowRange]:
@@ -239,14 +248,18 @@ class _Matrix:
         whole = self._rows_of(info.scales) == 1 and blocks.down > 1
         stored = self._part(info.scales, None if not info.scales.shape or whole else (first, last))
         scales = info.scheme.read_scales(stored.reshape(last - first, blocks.across))
-        if not bool(((scales > 0) & scales.isfinite()).all()):
-            bad = scales[~((scales > 0) & scales.isfinite())]
-            raise CheckpointError(
-                f"{info.scales.name!r} holds {bad.numel()} scales that are not above zero and "
-                f"finite, the first is {float(bad[0])}",
-                hint="the file is damaged; fetch it again",
-            )
-        return ScaleGrid(scales, self._zeros(first, last))
+        # Small scales of eight bits round to zero.
+        _require_positive(scales, info.scales, zero=info.scales.dtype is Dtype.FLOAT8_E4M3FN)
+        return ScaleGrid(self._times_factor(scales), self._zeros(first, last))
+
+    def _times_factor(self, numbers: Tensor, *, inverse: bool = False) -> Tensor:
+        """Return the numbers times (or with `inverse` divided by) the tensor's own factor."""
+        part = self.info.factor
+        if part is None:
+            return numbers
+        factor = self.fetch(part.name, None).to(torch.float32).reshape(())
+        _require_positive(factor, part, zero=False)
+        return numbers / factor if self.info.divides is not inverse else numbers * factor
 
     def _zeros(self, first: int, last: int) -> Tensor | None:
         part = self.info.zeros
@@ -255,7 +268,8 @@ class _Matrix:
         codes = self.info.scheme.codes
         each = _rows_in_a_word(part, codes)
         if each == 1:
-            return self._part(part, (first, last)).to(torch.float32)
+            stored = self._part(part, (first, last) if part.shape else None)
+            return stored.to(torch.float32).reshape(last - first, -1)
         begin = first // each
         words = self._part(part, (begin, -(-last // each)))  # packed down the columns
         zeros = codes.decode(words.T.contiguous(), words.shape[0] * each).T
@@ -277,7 +291,8 @@ class _Matrix:
         grid = self.grid(start, start + len(values))
         codes, read = scheme.encode(wanted, grid, info.dtype.torch)
         error = (read.to(torch.float32) - wanted).square_().sum(dim=-1)
-        fitted = scheme.fitted(wanted)
+        fitted = scheme.fitted(self._times_factor(wanted, inverse=True))
+        fitted = ScaleGrid(self._times_factor(fitted.scale), fitted.zero)
         other, read = scheme.encode(wanted, fitted, info.dtype.torch)
         others_error = (read.to(torch.float32) - wanted).square_().sum(dim=-1)
         better = others_error < error  # (down, across)
@@ -289,7 +304,7 @@ class _Matrix:
             flat = torch.empty_like(flat).index_copy_(1, place, flat)
         yield info.codes.name, self._packed(flat)
         scale = torch.where(better, fitted.scale, grid.scale)
-        yield info.scales.name, scheme.store_scales(scale)
+        yield info.scales.name, scheme.store_scales(self._times_factor(scale, inverse=True))
         if info.zeros is not None and grid.zero is not None and fitted.zero is not None:
             zero = torch.where(better, fitted.zero, grid.zero)
             yield info.zeros.name, self._packed_zeros(zero)
@@ -299,10 +314,10 @@ class _Matrix:
         part = self.info.codes
         each = part.shape[2:] if self.info.stacked else part.shape[1:]
         width = math.prod(each) * part.dtype.itemsize  # bytes per row
-        packed = self.info.scheme.codes.pack(codes).contiguous()
+        packed = self.info.scheme.codes.pack(codes)
         if packed.shape[1] < width:
             packed = torch.nn.functional.pad(packed, (0, width - packed.shape[1]))
-        return packed.contiguous().view(part.dtype.torch).view(len(codes), *each)
+        return packed.reshape(-1).view(part.dtype.torch).view(len(codes), *each)
 
     def _packed_zeros(self, zeros: Tensor) -> Tensor:
         """Pack zero points (rows, across) into their stored form."""
@@ -315,13 +330,29 @@ class _Matrix:
         # Pad missing rows with a stored 0.
         raw = (zeros + codes.offset).to(torch.uint8)
         raw = torch.nn.functional.pad(raw, (0, 0, 0, down - len(zeros)))
-        return codes.pack(raw.T).contiguous().view(torch.int32).T.contiguous()
+        words = codes.pack(raw.T).reshape(-1).view(torch.int32)
+        return words.view(zeros.shape[1], -1).T.contiguous()
+
+
+def _require_positive(numbers: Tensor, part: TensorInfo, *, zero: bool) -> None:
+    good = (numbers >= 0 if zero else numbers > 0) & numbers.isfinite()
+    if not bool(good.all()):
+        bad = numbers[~good]
+        raise CheckpointError(
+            f"{part.name!r} holds {bad.numel()} scales that are not above zero and finite, the "
+            f"first is {float(bad[0])}",
+            hint="the file is damaged; fetch it again",
+        )
 
 
 # --- checks of headers ----------------------------------------------------------------------------
 
 Headers = Mapping[str, TensorInfo]
-_SCALE_DTYPES = (*FLOATS, Dtype.UINT8, Dtype.FLOAT8_E8M0FNU)
+_SCALE_DTYPES = (*FLOATS, Dtype.UINT8, Dtype.FLOAT8_E8M0FNU, Dtype.FLOAT8_E4M3FN)
+NVFP4_GROUP: Final = 16
+# Static scales of activations; those of the second kind divide.
+LARGEST_SCALES: Final = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+SMALLEST_SCALES: Final = (".input_global_scale",)
 DAMAGED_HINT = "the file is damaged, or config.json's quantization_config is another model's"
 
 
@@ -343,6 +374,47 @@ def siblings(name: str, ends: Sequence[str], headers: Headers) -> tuple[TensorIn
     """Return tensors of the same module that belong to a weight."""
     stem = name.rpartition(".")[0]
     return tuple(headers[stem + end] for end in ends if stem + end in headers)
+
+
+def nvfp4(
+    name: str, dtype: Dtype, codes: TensorInfo, headers: Headers, *, factor: str, divides: bool
+) -> QuantisedInfo:
+    """Return a matrix in NVFP4: two four-bit floats per byte, a scale in FP8 for each 16 of them,
+    and one factor for all scales."""
+    stem = codes.name.rpartition(".")[0]
+    missing = next((e for e in (".weight_scale", factor) if stem + e not in headers), None)
+    if missing is not None:
+        raise CheckpointError(
+            f"{codes.name!r} is stored as NVFP4, but there is no {stem}{missing}",
+            hint="its download is incomplete, or it was saved without its scales",
+        )
+    scales, number = headers[f"{stem}.weight_scale"], headers[stem + factor]
+    bad = scales if scales.dtype is not Dtype.FLOAT8_E4M3FN else None
+    bad = number if number.shape not in ((), (1,)) or number.dtype is not Dtype.FLOAT32 else bad
+    bad = codes if codes.dtype is not Dtype.UINT8 or len(codes.shape) != 2 else bad
+    if bad is not None:
+        raise CheckpointError(
+            f"{bad.name!r} is {list(bad.shape)} {bad.dtype}; NVFP4 has a matrix of uint8, scales "
+            "in float8_e4m3fn and one factor in float32",
+            hint=DAMAGED_HINT,
+        )
+    plain = TensorInfo.of(name, dtype, (codes.shape[0], codes.shape[1] * 2))
+    scheme = Scheme(FP4, 1, NVFP4_GROUP, largest, Dtype.FLOAT8_E4M3FN)
+    others = siblings(codes.name, (*LARGEST_SCALES, *SMALLEST_SCALES), headers)
+    return require_scales(
+        QuantisedInfo(
+            plain.name,
+            dtype,
+            plain.shape,
+            plain.nbytes,
+            scheme,
+            codes,
+            scales,
+            factor=number,
+            divides=divides,
+            others=others,
+        )
+    )
 
 
 def require_scales(info: QuantisedInfo) -> QuantisedInfo:
