@@ -105,6 +105,26 @@ def test_chat_template_is_written_where_transformers_looks(models, tmp_path):
     assert merged.chat_template == AutoTokenizer.from_pretrained(models[1]).chat_template
 
 
+def test_differing_templates_and_special_tokens_are_named(tmp_path):
+    folders = [tmp_path / "m0", tmp_path / "m1"]
+    for seed, folder in enumerate(folders):
+        zoo.tiny_tokenizer(folder, chat_template=bool(seed))
+        zoo.dense_llama(folder, seed=seed, vocab=len(AutoTokenizer.from_pretrained(folder)))
+
+    def found(**extra):
+        notices = moemerge.validate(linear(folders, **extra)).notices
+        return [n for n in notices if "chat templates" in n or "special tokens" in n]
+
+    (notice,) = found()
+    assert "chat templates of m1 differ from those of m0, which has none" in notice
+    assert found(chat_template="auto") == []
+    path = folders[1] / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<pad>"}))
+    assert "special tokens of m1 differ" in found(chat_template="auto")[0]
+    path.write_text("{")
+    assert any("could not be compared" in notice for notice in found())
+
+
 def test_companions_are_carried_over(models, tmp_path):
     (models[1] / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     (models[1] / "LICENSE").write_text("free")

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from moemerge.api.repairs import calibrate as calibrate
     from moemerge.api.repairs import distill as distill
     from moemerge.api.repairs import refit as refit
+    from moemerge.api.samples import sample as sample
 
 _PARTS = {
     "composing": "compose",
@@ -45,6 +46,7 @@ _PARTS = {
     "merging": "find_coefficients load_config merge run validate",
     "pruning": "prune",
     "repairs": "calibrate distill refit",
+    "samples": "sample",
 }
 
 

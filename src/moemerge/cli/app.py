@@ -31,7 +31,7 @@ FIRST = (
 )
 # Commands that share the module of another one.
 SHARED = {"validate": "merge", "calibrate": "repairs", "refit": "repairs", "distill": "repairs"}
-HELPERS = ("app", "console", "flags", "paths", "render", "wording")
+HELPERS = ("app", "console", "flags", "paths", "render", "samples", "wording")
 
 
 class Verbs(CommandGroup):

@@ -9,6 +9,7 @@ import typer
 from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Config, Out, Reporting, add_verb, given
 from moemerge.cli.repairs import remaining_work
+from moemerge.cli.samples import Samples, show_samples
 from moemerge.config.settings import MergeSettings, PlanSettings
 
 DryRun = Annotated[
@@ -36,6 +37,7 @@ def merge(
     settings: MergeSettings,
     reporting: Reporting,
     dry_run: DryRun = False,
+    sample: Samples = None,
 ) -> None:
     """Merge models as CONFIG states (a mergekit YAML is a valid config) into the folder OUT."""
     from moemerge import api
@@ -48,6 +50,9 @@ def merge(
             report = api.merge(config, out_folder, settings=settings, progress=bar)
     table = merge_report(report, verbose=reporting.verbose)
     reporting.show(report.to_json(), table, notices=report.notices)
+    if not dry_run:
+        models = {model.name: model.reference for model in report.models}
+        show_samples(sample, out_folder, models, settings.device, reporting)
 
 
 def validate(config: Config, settings: PlanSettings, reporting: Reporting) -> None:

@@ -9,6 +9,7 @@ import typer
 from moemerge.cli.console import interruptible
 from moemerge.cli.flags import ModelArgument, Out, Reporting, Texts, add_verb, given
 from moemerge.cli.repairs import remaining_work, repair_table
+from moemerge.cli.samples import Samples, show_samples
 from moemerge.config.settings import OutputSettings
 from moemerge.pruning.settings import PruneSettings
 
@@ -35,6 +36,7 @@ def prune(
     settings: PruneSettings,
     output: OutputSettings,
     reporting: Reporting,
+    sample: Samples = None,
 ) -> None:
     """Remove the experts of MODEL that contribute least on the given text.
 
@@ -52,6 +54,7 @@ def prune(
     from rich.console import Group
 
     reporting.show(report.to_json(), Group(*tables), page=output.report)
+    show_samples(sample, out_folder, {"MODEL": model}, settings.device, reporting)
 
 
 def _table(report: PruneReport) -> Any:

@@ -22,6 +22,7 @@ from moemerge.cli.flags import (
     given,
     numbers,
 )
+from moemerge.cli.samples import Samples, show_samples
 from moemerge.config.repairs import Repair, RepairSettings
 from moemerge.config.schema import REPAIRS
 from moemerge.config.settings import OutputSettings
@@ -95,6 +96,7 @@ def _add_repair(app: typer.Typer, repair: Repair) -> None:
         weight: Weights = None,
         check: Checks = None,
         experts: Experts = None,
+        sample: Samples = None,
     ) -> None:
         from moemerge import api
 
@@ -113,6 +115,8 @@ def _add_repair(app: typer.Typer, repair: Repair) -> None:
             )
         table = repair_table(report, verbose=reporting.verbose)
         reporting.show(report.to_json(), table, page=output.report)
+        models = {"MERGED": merged, **source}
+        show_samples(sample, out_folder, models, settings.device, reporting)
 
     command.__annotations__["settings"] = repair.settings
     command.__doc__ = about

@@ -7,6 +7,7 @@ import typer
 from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Config, Out, Reporting, add_verb, given
 from moemerge.cli.repairs import remaining_work, repair_table
+from moemerge.cli.samples import Samples, show_samples
 from moemerge.config.fields import Strict
 from moemerge.config.schema import REPAIRS
 from moemerge.config.settings import MergeSettings, OutputSettings
@@ -28,6 +29,7 @@ def run(
     settings: MergeSettings,
     output: OutputSettings,
     reporting: Reporting,
+    sample: Samples = None,
     **repairs: Strict,
 ) -> None:
     """Merge as CONFIG requests, then repair as its `calibration:`, `refit:` and `distill:` blocks
@@ -52,3 +54,5 @@ def run(
     for report in done.repairs:
         tables += ["", repair_table(report, verbose=reporting.verbose)]
     reporting.show(done.to_json(), *tables, notices=done.merge.notices, page=output.report)
+    models = {model.name: model.reference for model in done.merge.models}
+    show_samples(sample, out_folder, models, settings.device, reporting)

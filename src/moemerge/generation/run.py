@@ -160,7 +160,7 @@ def complete(
     if reused:
         progress.note(f"{reused} of {counted(reused + len(missing), 'completion')} exist already")
     if missing:
-        engine = _loaded(make_engine)
+        engine = load_engine(make_engine)
         begun = time.monotonic()
         progress.start("generating", len(missing), unit="completions")
         try:
@@ -192,7 +192,8 @@ def complete(
     return Generated(completions, reused, tokens_made, time.monotonic() - begun)
 
 
-def _loaded(make_engine: Callable[[], Engine]) -> Engine:
+def load_engine(make_engine: Callable[[], Engine]) -> Engine:
+    """Return the engine; a model that does not fit into memory is our error."""
     try:
         return make_engine()
     except (RuntimeError, MemoryError) as error:

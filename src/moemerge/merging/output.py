@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,21 @@ from typing import Any
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import main_dtype
 from moemerge.config.resolve import NormalisedMerge
-from moemerge.errors import ArchitectureError
+from moemerge.errors import ArchitectureError, TokenizerError
 from moemerge.merging.planner import OutputTensors
 from moemerge.merging.tokenizer.embeddings import Vocabularies
 from moemerge.merging.tokenizer.plan import TokenizerPlan
-from moemerge.merging.tokenizer.vocab import read_json, read_vocabulary
+from moemerge.merging.tokenizer.vocab import (
+    SPECIAL_KEYS,
+    AddedToken,
+    read_json,
+    read_vocabulary,
+)
 from moemerge.merging.tokenizer.write import (
     config_for,
     donor_files,
     is_tokenizer_file,
+    read_chat_template,
     resolve_chat_template,
     to_json,
     tokenizer_files,
@@ -65,6 +71,11 @@ def merge_output_files(
             )
             made[GENERATION_CONFIG] = to_json(generation)
             notices += more
+    if chat_template is None:
+        setting = "`chat_template: auto`"
+        notices += _differing("chat templates", donor, models, read_chat_template, setting)
+    if vocabularies.plan is None:
+        notices += _differing("special tokens", donor, models, _special_tokens, "`tokenizer:`")
     tokenizer = _tokenizer(merge, models, donor, vocabularies.plan, chat_template)
     if tokenizer is not None:
         copied = {name: path for name, path in copied.items() if not is_tokenizer_file(name)}
@@ -72,6 +83,38 @@ def merge_output_files(
     made["config.json"] = to_json(config)
     copied = {name: path for name, path in copied.items() if name not in made}
     return OutputFiles(made, copied, tuple(notices))
+
+
+def _differing(
+    what: str,
+    donor: OpenModel,
+    models: Mapping[str, OpenModel],
+    read: Callable[[Path], str | None],
+    setting: str,
+) -> list[str]:
+    """Warn if other models have something else in their tokenizer files than the donor."""
+    found = {}
+    for name, model in models.items():
+        try:
+            found[name] = read(model.checkpoint.tokenizer_folder)
+        except TokenizerError as error:
+            return [f"{what} of {name} could not be compared: {error.message}"]
+    own = found[donor.name]
+    others = [name for name, value in found.items() if value != own]
+    if not others:
+        return []
+    nothing = "" if own else ", which has none"
+    return [
+        f"{what} of {', '.join(others)} differ from those of {donor.name}{nothing}; OUT takes the "
+        f"latter, unless {setting} of the config chooses"
+    ]
+
+
+def _special_tokens(folder: Path) -> str | None:
+    stated = read_json(folder / "tokenizer_config.json") or {}
+    stated = {**(read_json(folder / "special_tokens_map.json") or {}), **stated}
+    tokens = {k: AddedToken.parse(v, special=True) for k in SPECIAL_KEYS if (v := stated.get(k))}
+    return ", ".join(f"{key} {token.content!r}" for key, token in tokens.items()) or None
 
 
 def _tokenizer(
