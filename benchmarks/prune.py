@@ -62,7 +62,7 @@ def run_all(args: argparse.Namespace) -> None:
     report = job.in_own_process(__file__, args.work, spec)
     if report is None:
         sys.exit(f"pruning with {args.tokens} tokens failed")
-    pruning = report["pruning"]
+    pruning = report["prune"]
     rows: list[Row] = [
         ("start-up", report["imported"], None, ""),
         ("score", pruning["seconds"], None, ""),

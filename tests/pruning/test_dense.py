@@ -20,7 +20,9 @@ from refitting.test_twin import worst
 
 RIDGE = 0.003
 ALPHA = 0.9
-KEPT = [0, 1, 3, 4, 6, 7]  # the same number of both groups
+EXPERTS = 12
+KEPT = [0, 2, 3, 5, 6, 7, 10, 11]  # two thirds, the same number of both groups
+COUNT = {"deepseek_v3": "n_routed_experts", "gpt_oss": "num_local_experts"}
 # The layer with the first router; DeepSeek and Qwen3 begin with a dense one.
 FIRST = {
     "olmoe": "model.layers.0.",
@@ -34,7 +36,8 @@ FIRST = {
 def test_routers_and_maps_are_the_dense_ones(
     family: str, zoo_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    base = shutil.copytree(zoo_folder(family), tmp_path / "base")
+    count = {COUNT.get(family, "num_experts"): EXPERTS}
+    base = shutil.copytree(zoo_folder(family, **count), tmp_path / "base")
     zoo.tiny_tokenizer(base)
     kept = {layer: KEPT for layer in range(3)}
     pruned = slice_experts(base, tmp_path / "pruned", kept)

@@ -21,6 +21,7 @@ from calibration import cases
 from moemerge.cli.app import app
 from moemerge.errors import ArchitectureError, ConfigError, DataError, MoeMergeError, UsageError
 from pruning.cases import slice_experts
+from refitting.cases import make_case
 from refitting.dense import run, sent, whole_model
 
 Folder = Callable[..., Path]
@@ -73,17 +74,59 @@ def test_the_score_is_reaps_and_the_rest_is_sliced(
             torch.tensor(report.scores[layer]).double(), scores, rtol=1e-4, atol=1e-6
         )
         best = sorted(scores.topk(5).indices.tolist())
-        assert report.experts[layer] == best
-    kept = {int(layer): ids for layer, ids in report.experts.items()}
+        assert report.kept[layer] == best
+    kept = {int(layer): ids for layer, ids in report.kept.items()}
     by_hand = slice_experts(base, tmp_path / "by-hand", kept)
     ours, theirs = zoo.tensors(out), zoo.tensors(by_hand)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert zoo.read_config(out)["num_experts"] == 5
     zoo.assert_loads(out)
-    written = json.loads((out / "moemerge_report.json").read_text())["pruning"]
+    written = json.loads((out / "moemerge_report.json").read_text())["prune"]
     assert (written["experts_before"], written["experts_after"]) == (8, 5)
     assert "5 of 8 experts" in (out / "README.md").read_text()
+
+
+def outputs_of(module: Any, x: Tensor) -> Tensor:
+    """The outputs of all experts on the same tokens, (experts, tokens, d)."""
+    inner = [module._apply_gate(x @ up.T) for up in module.gate_up_proj]
+    return torch.stack([y @ down.T for y, down in zip(inner, module.down_proj, strict=True)])
+
+
+def test_similar_experts_are_removed_first(
+    base: Path, data: dict[str, Path], tmp_path: Path
+) -> None:
+    """Expert 3 of layer 1 is made a copy of expert 5: of the two, the lesser has score 0."""
+    twin = shutil.copytree(base, tmp_path / "twin")
+    (shard,) = twin.glob("*.safetensors")
+    tensors = load_file(shard)
+    for name in [n for n in tensors if ".layers.1.mlp.experts.5." in n]:
+        tensors[name.replace(".experts.5.", ".experts.3.")] = tensors[name].clone()
+    save_file(tensors, shard, metadata={"format": "pt"})
+    short = tmp_path / "short.jsonl"  # few tokens, so that all of them are compared
+    short.write_text("".join(data["text"].read_text().splitlines(keepends=True)[:4]))
+    options: dict[str, Any] = {"data": {"text": short}, "holdout": 0.0, **CPU}
+    report = moemerge.prune(twin, tmp_path / "out", score="similarity", **options).pruning
+    reap = moemerge.prune(twin, tmp_path / "reap", **options).pruning.scores["1"]
+    lesser = min((3, 5), key=lambda expert: (reap[expert], -expert))
+    assert report.scores["1"][lesser] == 0.0
+    assert lesser not in report.kept["1"]
+
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(twin)
+    rows = [torch.tensor(tokenizer(text)["input_ids"]) for text in cases.texts(short)]
+    model, path = whole_model(twin), "model.layers.1.mlp.experts"
+    x, chosen, weights = (run(model, rows, [path])[path].argument(at) for at in range(3))
+    outputs = outputs_of(model.get_submodule(path), x)
+    for expert in range(8):
+        mine, w = sent(chosen, weights, expert)
+        gaps = (outputs[:, mine] - outputs[expert, mine]).norm(dim=2)  # (experts, tokens)
+        means = (w.reshape(-1) * gaps).mean(dim=1)
+        ahead = [e for e in range(8) if (reap[e], -e) > (reap[expert], -expert)]
+        if ahead:
+            expected = min(float(means[e]) for e in ahead)
+            assert report.scores["1"][expert] == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_other_scores(base: Path, data: dict[str, Path], tmp_path: Path) -> None:
@@ -117,13 +160,13 @@ def test_layouts_load_and_are_repaired_in_one_run(
     out, repair = tmp_path / "out", "calibrate" if family == "deepseek_v3" else "refit"
     report = moemerge.prune(folder, out, data=data, repair=repair, **CPU)
     assert report.repair is not None
-    assert report.repair.experts["text"].keys() == {int(n) for n in report.pruning.experts}
-    for ids in report.pruning.experts.values():
+    assert report.repair.experts["text"].keys() == {int(n) for n in report.pruning.kept}
+    for ids in report.pruning.kept.values():
         assert len(ids) == 6
         assert family != "deepseek_v3" or sum(expert < 4 for expert in ids) == 3
     zoo.assert_loads(out)
     document = json.loads((out / "moemerge_report.json").read_text())
-    assert {"pruning", report.repair.repair.key} <= document.keys()
+    assert {"prune", report.repair.repair.key} <= document.keys()
     assert "## Pruned experts" in (out / "README.md").read_text()
     assert cases.leftovers(out) == []
     diagnosis = moemerge.diagnose(out, sources={"text": folder}, data=data, **CPU)
@@ -140,7 +183,7 @@ def test_a_quantised_model_keeps_its_codes(
     zoo.tiny_tokenizer(folder)
     out = tmp_path / "out"
     report = moemerge.prune(folder, out, data=data, **CPU).pruning
-    kept = {int(layer): ids for layer, ids in report.experts.items()}
+    kept = {int(layer): ids for layer, ids in report.kept.items()}
     floats = qz.plain_copy(folder, tmp_path / "floats")
     expected = zoo.tensors(slice_experts(floats, tmp_path / "by-hand", kept))
     with moemerge.Checkpoint.open(out) as written:
@@ -195,6 +238,45 @@ def test_a_killed_repair_is_resumed(
     assert cases.weights(tmp_path / "out") == cases.weights(tmp_path / "whole")
 
 
+def test_a_config_prunes_the_merge_before_its_refit(
+    base: Path, data: dict[str, Path], tmp_path: Path
+) -> None:
+    """Sources have more experts than the pruned merge; the config in OUT makes it again."""
+    case = make_case(base, tmp_path)
+    repair = {"ridge": 0.01, "holdout": 0.2, "device": "cpu", "measure": False}
+    config: dict[str, Any] = {
+        "merge_method": "linear",
+        "models": [
+            {"model": str(path), "name": name, "parameters": {"weight": 1}}
+            for name, path in case.sources.items()
+        ],
+        "data": {name: str(path) for name, path in case.data.items()},
+        "prune": {"keep": 0.75, "holdout": 0.2, "device": "cpu"},
+        "refit": repair,
+    }
+    out = tmp_path / "out"
+    for path in case.sources.values():
+        zoo.tiny_tokenizer(path)
+    report = moemerge.run(config, out)
+    assert report.prune is not None
+    assert report.refit is not None
+    assert report.refit.experts.keys() == case.sources.keys()
+    assert zoo.read_config(out)["num_experts"] == 6
+    document = json.loads((out / "moemerge_report.json").read_text())
+    assert {"merge", "prune", "refit"} <= document.keys()
+    moemerge.run(out / "moemerge_config.yml", tmp_path / "again")
+    assert cases.weights(tmp_path / "again") == cases.weights(out)
+    # The command writes a config, too.
+    moemerge.prune(base, tmp_path / "one", data=data, repair="refit", measure=False, **CPU)
+    moemerge.run(tmp_path / "one" / "moemerge_config.yml", tmp_path / "two")
+    assert cases.changed_tensors(tmp_path / "one", tmp_path / "two") == set()
+    bad = {**config, "prune": {"keep": 0.25}}
+    with pytest.raises(UsageError, match="2 of 8 experts would remain"):
+        moemerge.validate(bad)
+    with pytest.raises(ConfigError, match="not used by pruning"):
+        moemerge.validate({**config, "prune": {"weights": {"math": 2.0}}})
+
+
 def refused(base: Path, out: Path, error: type[MoeMergeError], words: str, **options: Any) -> None:
     with pytest.raises(error, match=words):
         moemerge.prune(base, out, **{**CPU, **options})
@@ -211,6 +293,11 @@ def test_bad_input_writes_nothing(
     refused(base, out, ConfigError, "keep", data=data, keep=1.5)
     refused(base, out, ConfigError, "keep", data=data, keep=1.0)
     refused(base, out, ConfigError, "keep", data=data, keep=0.0)
+    refused(base, out, ConfigError, "keep", data=data, keep=float("nan"))
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    refused(base, out, DataError, "empty", data={"text": empty})
+    refused(base, out, DataError, "empty", data={"text": empty}, repair="refit")
     refused(base, out, UsageError, "all 8 experts would be kept", data=data, keep=0.99)
     refused(base, out, UsageError, "2 of 8 experts would remain", data=data, keep=0.25)
     refused(base, out, UsageError, "belongs to the repair", data=data, resume=True)
@@ -234,6 +321,8 @@ def test_another_family_is_not_a_source(
             tmp_path / "pruned", tmp_path / "out", sources={"text": other}, data=data, **CPU
         )
     assert not (tmp_path / "out").exists()
+    options = {"data": data, "sources": {"text": other}, "repair": "refit"}
+    refused(base, tmp_path / "out", ArchitectureError, "'qwen3_moe', but", **options)
 
 
 def test_the_command(base: Path, data: dict[str, Path], tmp_path: Path) -> None:
@@ -242,11 +331,11 @@ def test_the_command(base: Path, data: dict[str, Path], tmp_path: Path) -> None:
     words += ["--repair", "refit", "--device", "cpu", "--json", str(file)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    assert json.loads(file.read_text()).keys() == {"moemerge", "pruning", "refit"}
+    assert json.loads(file.read_text()).keys() == {"moemerge", "prune", "refit"}
     assert "6 of 8 experts kept" in result.stdout
     # The map of another tool, in a file.
     plain = tmp_path / "kept.json"
-    kept = json.loads((out / "moemerge_report.json").read_text())["pruning"]["experts"]
+    kept = json.loads((out / "moemerge_report.json").read_text())["prune"]["experts"]
     plain.write_text(json.dumps(kept))
     words = ["diagnose", str(out), "--source", f"text={base}", "--data", f"text={data['text']}"]
     result = CliRunner().invoke(app, [*words, "--experts", f"text={plain}", "--device", "cpu"])

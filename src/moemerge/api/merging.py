@@ -30,9 +30,11 @@ from moemerge.coefficients.settings import (
     CoefficientSettings,
 )
 from moemerge.config.faults import parse_settings
+from moemerge.config.fields import LayerSelection
 from moemerge.config.load import LoadedConfig
 from moemerge.config.load import load_config as _load_config
-from moemerge.config.repairs import Repair
+from moemerge.config.models import ModelRef
+from moemerge.config.repairs import Repair, RepairSettings
 from moemerge.config.requests import RequestedRepair
 from moemerge.config.schema import REPAIRS
 from moemerge.config.settings import (
@@ -49,6 +51,7 @@ from moemerge.distilling.settings import DISTILLATION, DistillKeywords
 from moemerge.errors import UsageError
 from moemerge.lockstep.models import check_sources
 from moemerge.merging.report import MergeReport
+from moemerge.pruning.settings import PRUNE, PruningKeywords, PruningSettings
 from moemerge.refitting.settings import REFIT, RefitKeywords
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import resolve_device
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
     from moemerge.coefficients.run import CoefficientsReport
     from moemerge.distilling.report import DistillReport
     from moemerge.lockstep.report import RepairReport
+    from moemerge.pruning.run import PruneReport
     from moemerge.refitting.report import RefitReport
 
 ConfigSource = str | Path | Mapping[str, Any] | LoadedConfig
@@ -73,6 +77,7 @@ BEFORE_LAST = "the model before its last repair"
 class RunKeywords(MergeKeywords, OutputKeywords, total=False):
     """Keywords of `run`: its settings, and settings of each repair that override the config's."""
 
+    prune: PruningKeywords | None
     calibration: CalibrationKeywords | None
     refit: RefitKeywords | None
     distill: DistillKeywords | None
@@ -174,6 +179,11 @@ class RunReport:
         return self.repairs[-1] if self.repairs else None
 
     @property
+    def prune(self) -> PruneReport | None:
+        """The report of pruning, or None if there was none."""
+        return cast("PruneReport | None", self._of(PRUNE))
+
+    @property
     def calibration(self) -> CalibrationReport | None:
         """The report of a calibration, or None if there was none."""
         return cast("CalibrationReport | None", self._of(CALIBRATION))
@@ -205,13 +215,13 @@ def run(
     progress: Progress | None = None,
     **keywords: Unpack[RunKeywords],
 ) -> RunReport:
-    """Merge, then repair as the config's `calibration:`, `refit:` and `distill:` blocks request, in
-    this order, into `out`.
+    """Merge, then prune and repair as the config's `prune:`, `calibration:`, `refit:` and
+    `distill:` blocks request, in this order, into `out`.
 
-    `calibration`, `refit` and `distill` are settings that override those of the block. Models
-    before the last repair exist only during the run. A resumed run makes them again and continues
-    the last repair where it was stopped. `report` is an HTML page to write, as for `calibrate`: of
-    the model before and after the last repair.
+    The keywords of these names are settings that override those of the block. Models before the
+    last repair exist only during the run. A resumed run makes them again and continues the last
+    repair where it was stopped. `report` is an HTML page to write, as for `calibrate`: of the model
+    before and after the last repair.
     """
     overrides = {r.key: cast(Mapping[str, Any], keywords.get(r.key) or {}) for r in REPAIRS}
     given = {name: value for name, value in keywords.items() if name not in overrides}
@@ -285,8 +295,21 @@ def _validate_repairs(loaded: LoadedConfig) -> None:
         columns = requested.settings.map
         check_text(loaded.existing(requested.data), columns=columns)
         check_text(requested.check, "check", columns)
-        layers, routers = requested.settings.layers, requested.repair.needs_routers
-        check_sources(requested.sources, layers, routers=routers)
+        settings = requested.settings
+        layers = settings.layers if isinstance(settings, RepairSettings) else LayerSelection()
+        check_sources(requested.sources, layers, routers=requested.repair.needs_routers)
+        if isinstance(settings, PruningSettings):
+            _validate_pruning(requested.sources, settings)
+
+
+def _validate_pruning(sources: Mapping[str, ModelRef], settings: PruningSettings) -> None:
+    """Check how many experts would remain: a merge has as many as its sources."""
+    alone("pruning")
+    from moemerge.architectures.opened import open_model
+    from moemerge.pruning.slicing import kept_count
+
+    name, model = next(iter(sources.items()))
+    kept_count(open_model(name, model), settings.keep)
 
 
 def _refuse_unused(
@@ -295,8 +318,8 @@ def _refuse_unused(
     report: str | Path | None,
 ) -> None:
     """Refuse a page, and settings of a repair, if the config has no block that they apply to."""
-    if not requested and report is not None:
-        blocks = " or ".join(f"{repair.key}:" for repair in REPAIRS)
+    if report is not None and all(one.repair is PRUNE for one in requested):
+        blocks = " or ".join(f"{repair.key}:" for repair in REPAIRS if repair is not PRUNE)
         raise UsageError(
             f"a report {report} is requested, but the config has no {blocks} block",
             hint="its sources and data are what routing is measured with; or use "

@@ -14,18 +14,13 @@ from moemerge.checkpoint import check_output
 from moemerge.checkpoint.output import temporary_sibling
 from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelLike
-from moemerge.config.settings import (
-    ForwardSettings,
-    OutputKeywords,
-    OutputSettings,
-    with_keywords,
-)
+from moemerge.config.repairs import StepSettings
+from moemerge.config.settings import OutputKeywords, OutputSettings, with_keywords
 from moemerge.errors import UsageError
-from moemerge.pruning.settings import PruneKeywords, PruneSettings
+from moemerge.pruning.settings import PRUNE, PruneKeywords, PruneSettings, PruningSettings
 from moemerge.refitting.settings import REFIT
 from moemerge.runtime.process import init_cuda_context
 from moemerge.runtime.progress import Progress, Silent
-from moemerge.runtime.ranks import alone
 
 if TYPE_CHECKING:
     from moemerge.api.jobs import Files
@@ -53,7 +48,7 @@ class PrunedReport:
     repair: RepairReport | None = None
 
     def to_json(self) -> dict[str, Any]:
-        document = {"pruning": self.pruning.to_json()}
+        document = {PRUNE.key: self.pruning.to_json()}
         if self.repair is not None:
             document[self.repair.repair.key] = self.repair.to_json()
         return document
@@ -65,67 +60,67 @@ def prune(
     out: str | Path,
     *,
     data: Mapping[str, Files],
-    settings: PruneSettings | None = None,
+    sources: Mapping[str, ModelLike] | None = None,
+    settings: PruningSettings | None = None,
     progress: Progress | None = None,
     **keywords: Unpack[PruneOutKeywords],
 ) -> PrunedReport:
     """Remove the experts of `model` that contribute least on text; write the model to `out`.
 
     `data` is text (JSON lines or parquet) under names of your choice. Pass the settings as one
-    object, or one by one: `prune(..., keep=0.75, repair="refit")`. A repair uses `model` as the
-    source of every text. Then `resume` continues a killed run, and `report` is an HTML page to
-    write.
+    object, or one by one: `prune(..., keep=0.75, repair="refit")`. A repair fits to the `sources`
+    of the text, by name; by default `model` is the source of every text. Then `resume` continues a
+    killed run, and `report` is an HTML page to write: a diagnosis before and after.
     """
     output, values = output_for(OutputSettings, keywords, "prune")
     settings = settings_for(PruneSettings, settings, values, "prune")
-    alone("pruning")
-    if settings.repair == "none" and (output.resume or output.report is not None):
+    after = settings.repair if isinstance(settings, PruneSettings) else "none"
+    if after == "none" and (output.resume or output.report is not None):
         given = "resume" if output.resume else "report"
         raise UsageError(
             f"`{given}` belongs to the repair, and none is requested", hint='`repair="refit"`'
         )
+    if not data:
+        raise UsageError(
+            "no text is given, and experts are scored on text", hint="`data={NAME: FILE.jsonl}`"
+        )
     init_cuda_context(settings.device)
-    from moemerge.pruning.run import PruneRequest, run_prune
+    from moemerge.lockstep.request import RepairRequest
 
     progress, out = Silent() if progress is None else progress, Path(out)
-    texts = {name: files_of(files) for name, files in data.items()}
-    request = PruneRequest(model, out, texts, settings, overwrite=output.overwrite)
+    request: RepairRequest[Any] = RepairRequest(
+        merged=model,
+        out=out,
+        sources=dict.fromkeys(data, model) if sources is None else sources,
+        data={name: files_of(files) for name, files in data.items()},
+        settings=settings.narrowed(PruningSettings),
+        overwrite=output.overwrite,
+    )
     with uploaded(out, output.push_to_hub, progress):
-        if settings.repair == "none":
-            return PrunedReport(run_prune(request, progress))
+        if after == "none":
+            return PrunedReport(PRUNE.load_runner()(request, progress))
         check_output(out, overwrite=output.overwrite)
         if output.report is not None:
             from moemerge.diagnosis.page import page_path
 
             page_path(output.report, (), overwrite=output.overwrite)
+        repair, changes = REPAIRS[after]
+        names = (*StepSettings.model_fields, "measure")
+        shared = {name: getattr(settings, name) for name in names}
+        chosen = parse_settings(repair.settings, {**shared, **changes}, "settings of the repair")
         with temporary_sibling(out) as folder:
-            pruned = run_prune(replace(request, out=folder / "pruned"), progress)
-            done = _repair(request, folder / "pruned", output, progress)
+            pruned = PRUNE.load_runner()(replace(request, out=folder / "pruned"), progress)
+            done = run_repair(
+                repair,
+                replace(
+                    request,
+                    merged=folder / "pruned",
+                    settings=chosen,
+                    resume=output.resume,
+                    temporary=True,
+                ),
+                progress,
+                output.report,
+                label=PRUNED_ALONE,
+            )
     return PrunedReport(replace(pruned, output=str(out)), done)
-
-
-def _repair(request: Any, pruned: Path, output: OutputSettings, progress: Progress) -> RepairReport:
-    from moemerge.lockstep.request import RepairRequest
-
-    settings = request.settings
-    repair, values = REPAIRS[settings.repair]
-    names = (*ForwardSettings.model_fields, "holdout", "group", "measure")
-    shared = {name: getattr(settings, name) for name in names}
-    return run_repair(
-        repair,
-        RepairRequest(
-            merged=pruned,
-            out=request.out,
-            sources=dict.fromkeys(request.data, request.model),
-            data=request.data,
-            settings=parse_settings(
-                repair.settings, {**shared, **values}, "settings of the repair"
-            ),
-            overwrite=output.overwrite,
-            resume=output.resume,
-            temporary=True,
-        ),
-        progress,
-        output.report,
-        label=PRUNED_ALONE,
-    )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from moemerge.api.jobs import ExpertsKeywords, files_of, output_for, settings_for, uploaded
 from moemerge.calibration.settings import CALIBRATION, CalibrationKeywords, CalibrationSettings
 from moemerge.config.models import ModelLike
-from moemerge.config.repairs import Repair
+from moemerge.config.repairs import Repair, RepairSettings
 from moemerge.config.settings import OutputKeywords, OutputSettings, with_keywords
 from moemerge.distilling.settings import DISTILLATION, DistillKeywords, DistillSettings
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
@@ -177,8 +177,11 @@ def run_repair(
     On the page, `label` is the name of the merged model, and `command` the command that was run.
     """
     run = repair.load_runner()
-    measure = request.settings.measure and (request.settings.holdout != 0 or bool(request.check))
-    if request.check and not request.settings.measure:
+    settings = request.settings
+    # A diagnosis compares models with the same experts, so pruning is not measured.
+    measure = isinstance(settings, RepairSettings) and settings.measure
+    measure = measure and (settings.holdout != 0 or bool(request.check))
+    if request.check and not settings.measure:
         raise UsageError(
             "check text is given, but nothing is measured",
             hint="leave out `measure=False`, or the check text",

@@ -48,7 +48,7 @@ def prune(
         report = api.prune(
             model, out_folder, data=data, settings=settings, progress=bar, **given(output)
         )
-    tables = [_table(report.pruning)]
+    tables = [table(report.pruning, verbose=reporting.verbose)]
     if report.repair is not None:
         tables.append(repair_table(report.repair, verbose=reporting.verbose))
     from rich.console import Group
@@ -57,19 +57,19 @@ def prune(
     show_samples(sample, out_folder, {"MODEL": model}, settings.device, reporting)
 
 
-def _table(report: PruneReport) -> Any:
+def table(report: PruneReport, *, verbose: bool) -> Any:
     """Return the kept experts of each layer, and what the others had contributed."""
     from rich.table import Table
 
-    table = Table(
+    rows = Table(
         title=f"{report.experts_after} of {report.experts_before} experts kept, by "
         f"{report.settings['score']} on {sum(report.tokens.values())} tokens",
         title_justify="left",
     )
-    table.add_column("layer", justify="right")
-    table.add_column("gate weight removed", justify="right")
-    table.add_column("removed experts")
-    for layer, kept in report.experts.items():
+    rows.add_column("layer", justify="right")
+    rows.add_column("gate weight removed", justify="right")
+    rows.add_column("removed experts")
+    for layer, kept in report.kept.items():
         removed = [str(e) for e in range(report.experts_before) if e not in set(kept)]
-        table.add_row(layer, f"{report.removed[layer]:.1%}", " ".join(removed))
-    return table
+        rows.add_row(layer, f"{report.removed[layer]:.1%}", " ".join(removed))
+    return rows

@@ -32,8 +32,8 @@ def run(
     sample: Samples = None,
     **repairs: Strict,
 ) -> None:
-    """Merge as CONFIG requests, then repair as its `calibration:`, `refit:` and `distill:` blocks
-    request, into OUT.
+    """Merge as CONFIG requests, then prune and repair as its `prune:`, `calibration:`, `refit:` and
+    `distill:` blocks request, into OUT.
 
     Flags of a repair override its block.
     """

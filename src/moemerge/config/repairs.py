@@ -1,4 +1,4 @@
-"""Repairs: jobs that `moemerge run` can do after a merge. Each is declared once.
+"""Repairs: jobs that `moemerge run` can do after a merge, and pruning. Each is declared once.
 
 The settings module of a repair declares it, and `config.schema` lists the declarations. The block
 of a config and its checks, the flags of `run`, the steps of a study, the part of the report and the
@@ -33,15 +33,29 @@ from moemerge.data.settings import NamedTexts
 M = TypeVar("M")
 
 
-class RepairSettings(ForwardSettings):
-    """Settings that every repair has; a repair adds its own."""
+class StepSettings(ForwardSettings):
+    """Settings of every step after a merge: repairs and pruning."""
 
     exclusive: ClassVar[tuple[str, ...]] = ()  # fields of which one unsets the others
+    common = "holdout"
+
+    holdout: Share = Field("auto", description="share of the rows kept out of every fit")
+    group: Name | None = GROUP
+
+
+class StepKeywords(ForwardKeywords, total=False):
+    """`StepSettings` one by one."""
+
+    holdout: float | Literal["auto"]
+    group: str | None
+
+
+class RepairSettings(StepSettings):
+    """Settings that every repair has; a repair adds its own."""
+
     common = "layers holdout"
 
     layers: LayersField = LAYERS
-    holdout: Share = Field("auto", description="share of the rows kept out of every fit")
-    group: Name | None = GROUP
     strict: Flag = Field(False, description="fail when a layer does not converge")
     measure: Flag = Field(
         True,
@@ -50,12 +64,10 @@ class RepairSettings(ForwardSettings):
     )
 
 
-class RepairKeywords(ForwardKeywords, total=False):
+class RepairKeywords(StepKeywords, total=False):
     """Keywords of every repair: `RepairSettings` one by one."""
 
     layers: LayersForm
-    holdout: float | Literal["auto"]
-    group: str | None
     strict: bool
     measure: bool
 
@@ -144,7 +156,7 @@ class Repair:
 
     key: str  # of its block in a config, and of its part of the report: "calibration"
     verb: str  # its command, Python function and step of a study: "calibrate"
-    settings: type[RepairSettings]
+    settings: type[StepSettings]
     runner: str  # module:function; takes a request and a progress bar, returns a report
     block_help: str  # description of the block in a config
     text_use: str  # what it does with a source's text: "calibrates"

@@ -13,7 +13,7 @@ from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.faults import Fault, Path, listed
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import MethodSchema, StatisticsKind
-from moemerge.config.repairs import Repair, RepairBlock, RepairSettings, selected_sources
+from moemerge.config.repairs import Repair, RepairBlock, StepSettings, selected_sources
 from moemerge.config.resolve import NormalisedMerge, model_names
 from moemerge.config.schema import REPAIRS, RunConfig
 from moemerge.data.settings import DataRecipe, files_of
@@ -48,7 +48,7 @@ class RequestedRepair:
         return self.block.check or {}
 
     @property
-    def settings(self) -> RepairSettings:
+    def settings(self) -> StepSettings:
         """The settings of the block."""
         return self.block.narrowed(self.repair.settings)
 

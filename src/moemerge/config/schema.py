@@ -34,10 +34,12 @@ from moemerge.config.parameters import BasePolicy, MethodSchema
 from moemerge.config.repairs import Repair, RepairBlock
 from moemerge.data.settings import NamedTexts
 from moemerge.distilling.settings import DISTILLATION
+from moemerge.pruning.settings import PRUNE
 from moemerge.refitting.settings import REFIT
 
-# All repairs. An earlier one may be followed by a later one, whose report then keeps its part.
-REPAIRS: Final[tuple[Repair, ...]] = (CALIBRATION, REFIT, DISTILLATION)
+# Pruning and all repairs. An earlier one may be followed by a later one, whose report keeps its
+# part.
+REPAIRS: Final[tuple[Repair, ...]] = (PRUNE, CALIBRATION, REFIT, DISTILLATION)
 M = TypeVar("M", bound=Strict)
 Keep = Literal["tall", "emr", "twin"]
 TASKS: Path = ("tasks",)

@@ -13,6 +13,7 @@ from typing import Any
 from moemerge import api
 from moemerge.checkpoint.locate import locate_data
 from moemerge.config.faults import parse_settings
+from moemerge.config.repairs import RepairSettings
 from moemerge.data.settings import DataRecipe
 from moemerge.evaluation.answers import file_name
 from moemerge.evaluation.settings import PERPLEXITY
@@ -120,13 +121,14 @@ class StudyBench:
         models, texts = others[: len(names)], others[len(names) :]
         settings = BY_VERB[node.kind].settings.model_validate(node.values["settings"])
         # The study itself measures all of its models.
-        update = {"measure": False, **self._device(settings), **self._limit(node)}
+        measure = {"measure": False} if isinstance(settings, RepairSettings) else {}
+        update = {**measure, **self._device(settings), **self._limit(node)}
         getattr(api, node.kind)(
             self.path(merged),
             out,
             sources={n: self.path(model) for n, model in zip(names, models, strict=True)},
             data={n: self._files(text) for n, text in zip(names, texts, strict=True)},
-            **{name: node.values[name] for name in ("weights", "experts") if name in node.values},
+            **{n: node.values[n] for n in ("weights", "experts") if node.values.get(n)},
             settings=settings.model_copy(update=update),
         )
 

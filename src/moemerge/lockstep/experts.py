@@ -28,7 +28,7 @@ from moemerge.runtime.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-PRUNING = "pruning"  # the part of `moemerge prune` in a report
+PRUNING = "prune"  # the part of `moemerge prune` in a report
 # Config key of the number of multi-token-prediction layers, which are dropped.
 EXTRA_LAYERS = "num_nextn_predict_layers"
 EXPERTS = "experts"  # the key of the map in a report

@@ -52,13 +52,11 @@ def output_files(
     # The parts of repairs that this one may follow are kept.
     keys = [repair.key for repair in REPAIRS]
     own = report.repair.key
-    before = ("merge", COMPOSITION, TUNING, PRUNING, *keys[: keys.index(own)])
+    before = ("merge", COMPOSITION, TUNING, *keys[: keys.index(own)])
     parts = {**{name: earlier.get(name) for name in before}, own: report.to_json()}
     card = _card(folder / CARD_NAME, earlier, report, config, flags if whole else None)
-    # No config prunes: the report and the card describe it.
-    pruned = request.temporary and PRUNING in earlier
     return {
-        **({} if pruned else {CONFIG_NAME: config.encode()}),
+        CONFIG_NAME: config.encode(),
         REPORT_NAME: report_bytes(report_document(__version__, **parts)),
         CARD_NAME: card.encode(),
     }
@@ -75,7 +73,9 @@ def _resolved_config(
     written = merged.checkpoint.path / CONFIG_NAME
     needed = dict(earlier.get("merge", {}).get("settings", {}))
     if request.temporary and written.is_file():
-        return read_utf8(written), as_flags(needed)
+        text = read_utf8(written)
+        if report.repair.key in read_yaml(text, str(written)).data:  # not after `prune --repair`
+            return text, as_flags(needed)
     block = {
         **settings_data(request.settings),
         # A list, since a mapping would add to the merged models.
@@ -163,10 +163,13 @@ def earlier_report(folder: Path) -> dict[str, Any]:
 
 
 def merge_config(path: Path, blocks: Mapping[str, Any]) -> RunConfig | None:
-    """Return a merge's config with `blocks` added; None if it is unreadable or has a repair."""
+    """Return a merge's config with `blocks` added; None if it is unreadable or has a repair.
+
+    A repair may follow pruning.
+    """
     try:
         data = read_yaml(read_utf8(path), str(path)).data
-        if any(repair.key in data for repair in REPAIRS):
+        if any(r.key in data for r in REPAIRS if r.key != PRUNING or PRUNING in blocks):
             return None
         return parse_settings(RunConfig, {**data, **blocks}, str(path))
     except MoeMergeError:

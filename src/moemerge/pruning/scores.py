@@ -20,7 +20,10 @@ from moemerge.features.tokens import sort_by_expert
 from moemerge.lockstep.streams import Need, open_streams, process_bytes
 from moemerge.pruning.settings import ExpertScore
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch
+
+SAMPLED = 64  # tokens of each expert on which its output is compared with all others, roughly
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,92 @@ class LayerScores:
     tokens: Tensor
     gates: Tensor  # gate weights
     norms: Tensor  # gate weight times the norm of the expert's output
+    # Mean over some tokens of an expert (rows) of gate weight times the distance from its output to
+    # that of every other expert (columns), (experts, experts); None if they are not compared.
+    distances: Tensor | None = None
 
     def of(self, score: ExpertScore) -> Tensor:
         """Return one score per expert; the highest are kept."""
         if score == "frequency":
             return self.tokens
-        return self.norms / self.tokens.clamp_min(1) if score == "reap" else self.norms
+        if score == "norm":
+            return self.norms
+        reap = self.norms / self.tokens.clamp_min(1)
+        return reap if self.distances is None else _nearest(self.distances, reap)
+
+
+def _nearest(distances: Tensor, reap: Tensor) -> Tensor:
+    """Return the distance of each expert to the nearest one with a higher reap score.
+
+    Of two similar experts, only the lesser has a low score. The first expert of all has the largest
+    distance of the layer.
+    """
+    order = reap.argsort(descending=True, stable=True)
+    ranked = distances[order][:, order]
+    ahead = torch.ones_like(ranked, dtype=torch.bool).tril(-1)
+    nearest = ranked.masked_fill(~ahead, torch.inf).amin(dim=1)
+    nearest[0] = distances.max()
+    return torch.empty_like(nearest).scatter_(0, order, nearest)
+
+
+@dataclass
+class LayerSums:
+    """Sums over the batches of one layer, on the stream's device."""
+
+    sums: Tensor  # tokens, gate weights and weighted norms, (3, experts) float64
+    # Weighted distances of sampled tokens, (experts, experts), and their number, (experts,).
+    distances: Tensor | None
+    sampled: Tensor
+    quota: int  # sampled tokens per expert and batch
+
+    @classmethod
+    def empty(
+        cls, experts: int, device: torch.device, batches: int, score: ExpertScore
+    ) -> LayerSums:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        distances = zeros(experts, experts) if score == "similarity" else None
+        quota = -(-SAMPLED // max(1, batches))
+        return cls(zeros(3, experts), distances, zeros(experts), quota)
+
+    def add(self, module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
+        """Add a batch: its tokens, and the experts and weights of each."""
+        if chosen.is_floating_point():
+            chosen, weights = weights, chosen
+        experts = self.sums.shape[1]
+        order, bounds = sort_by_expert(chosen, experts)
+        flat, top_k = weights.reshape(-1), chosen.shape[1]
+        for expert in range(experts):
+            places = order[bounds[expert] : bounds[expert + 1]]
+            if not len(places):
+                continue
+            inputs = x.index_select(0, places // top_k)
+            out, gates = _output(module, expert, inputs), flat.index_select(0, places).double()
+            self.sums[0, expert] += len(places)
+            self.sums[1, expert] += gates.sum()
+            self.sums[2, expert] += (gates * out.norm(dim=1).double()).sum()
+            if self.distances is None:
+                continue
+            some = slice(0, self.quota)
+            self.sampled[expert] += len(gates[some])
+            for other in range(experts):
+                gap = (out[some] - _output(module, other, inputs[some])).norm(dim=1).double()
+                self.distances[expert, other] += (gates[some] * gap).sum()
+
+    def scores(self) -> LayerScores:
+        """Return the sums on the host, distances as means."""
+        distances = self.distances
+        if distances is not None:
+            distances = (distances / self.sampled.clamp_min(1)[:, None]).cpu()
+        return LayerScores(*self.sums.cpu(), distances)
+
+
+def _output(module: Any, expert: int, x: Tensor) -> Tensor:
+    """Return an expert's output in float32 at least, (n, d)."""
+    view = ExpertView(module, expert)
+    out = view.finish(view.down(view.mid(view.pre(x))))
+    return out if out.dtype == torch.float64 else out.float()
 
 
 @dataclass(frozen=True)
@@ -52,14 +135,25 @@ class OneStream:
         self.stream.close()
 
 
+@dataclass(frozen=True)
+class ScoredExperts:
+    """The scores of every layer with a router, and what the run took."""
+
+    layers: dict[int, LayerScores]
+    offload: Offload
+    memory: int  # estimated bytes
+    stopwatch: Stopwatch
+
+
 def score_experts(
     model: OpenModel,
     batches: Sequence[Batch],
     settings: StreamSettings,
     routers: Sequence[RouterInfo],
+    score: ExpertScore,
     progress: Progress,
-) -> tuple[dict[int, LayerScores], int]:
-    """Return the scores of every layer with a router, and the estimated memory in bytes."""
+) -> ScoredExperts:
+    """Score the experts of every layer with a router."""
 
     def build(offload: Offload) -> OneStream:
         chosen = replace(settings, offload=offload, gather=False)
@@ -75,16 +169,17 @@ def score_experts(
         for stop in stream:
             hook = by_path[stop.path]
             module = stream.model.get_submodule(hook.path)
-            sums = torch.zeros(3, hook.count, dtype=torch.float64, device=stream.device)
+            sums = LayerSums.empty(hook.count, stream.device, len(batches), score)
             for arrival in stop.arrivals:
                 if len(arrival.given) < 3:
                     raise ArchitectureError(
                         f"{hook.path} does not receive the routing of its tokens"
                     )
                 with torch.no_grad():
-                    _add(sums, module, *arrival.given[:3])
-            scores[stop.layer] = LayerScores(*sums.cpu())
-    return scores, process_bytes(opened.memory, need.extra)
+                    sums.add(module, *arrival.given[:3])
+            scores[stop.layer] = sums.scores()
+        memory = process_bytes(opened.memory, need.extra)
+        return ScoredExperts(scores, stream.memory.offload, memory, stream.stopwatch)
 
 
 def _experts_of(model: OpenModel, stream: ModelStream, router: RouterInfo) -> ExpertsHook:
@@ -97,22 +192,3 @@ def _experts_of(model: OpenModel, stream: ModelStream, router: RouterInfo) -> Ex
             f"{model.architecture.model_type} cannot be pruned"
         )
     return hooks[0]
-
-
-def _add(sums: Tensor, module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
-    """Add a batch's tokens, gate weights and weighted norms to the sums of each expert."""
-    if chosen.is_floating_point():
-        chosen, weights = weights, chosen
-    order, bounds = sort_by_expert(chosen, sums.shape[1])
-    flat, top_k = weights.reshape(-1), chosen.shape[1]
-    for expert in range(sums.shape[1]):
-        places = order[bounds[expert] : bounds[expert + 1]]
-        if not len(places):
-            continue
-        view = ExpertView(module, expert)
-        out = view.finish(view.down(view.mid(view.pre(x.index_select(0, places // top_k)))))
-        wide = out if out.dtype == torch.float64 else out.float()
-        gates = flat.index_select(0, places).double()
-        sums[0, expert] += len(places)
-        sums[1, expert] += gates.sum()
-        sums[2, expert] += (gates * wide.norm(dim=1).double()).sum()

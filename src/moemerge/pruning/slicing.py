@@ -5,6 +5,7 @@ Stored tensors are copied in their own format, so a quantised model keeps its co
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,8 @@ from moemerge.checkpoint import CheckpointWriter
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.reader import AdaptedCheckpoint
 from moemerge.checkpoint.tensors import TensorInfo
-from moemerge.errors import ArchitectureError
+from moemerge.errors import ArchitectureError, UsageError
+from moemerge.lockstep.models import require_calibratable
 from moemerge.runtime.files import read_object
 
 if TYPE_CHECKING:
@@ -25,6 +27,49 @@ if TYPE_CHECKING:
 
 Kept = Mapping[int, Sequence[int]]  # the kept experts of each layer with a router, ascending
 COPY_BYTES = 64 * 2**20
+# transformers scores a group by the sum of its two best experts.
+SMALLEST_GROUP = {"max": 1, "top2_sum": 2}
+
+
+def pruned_routers(model: OpenModel) -> list[RouterInfo]:
+    """Return the routers of the layers that the model runs."""
+    return [r for r in model.architecture.routers() if r.layer < model.architecture.num_layers]
+
+
+def kept_count(model: OpenModel, keep: float) -> int:
+    """Return the number of experts to keep; refuse what the routing does not allow."""
+    require_calibratable(model, "prune")
+    routers = pruned_routers(model)
+    label, layers = model.label, [router.layer for router in routers]
+    refused = next((r for r in routers if not r.served or r.gate is None), None)
+    if refused is not None:
+        raise ArchitectureError(
+            f"{label}: layer {refused.layer} cannot be pruned: {refused.reason}"
+        )
+    if len(set(layers)) != len(layers) or len({router.rows for router in routers}) != 1:
+        raise ArchitectureError(
+            f"{label}: its layers have different numbers of experts or several routers, and cannot "
+            "be pruned"
+        )
+    gate, before = routers[0].gate, routers[0].rows
+    assert gate is not None
+    count = math.floor(keep * before / gate.groups + 0.5) * gate.groups
+    each = count // gate.groups
+    if count >= before:
+        raise UsageError(f"keep is {keep:g}: all {before} experts would be kept")
+    if count <= gate.top_k:
+        raise UsageError(
+            f"keep is {keep:g}: {count} of {before} experts would remain, but each token is routed "
+            f"to {gate.top_k}",
+            hint=f"keep more than {gate.top_k / before:.3g}",
+        )
+    if each < SMALLEST_GROUP[gate.group_score] or each * gate.top_groups < gate.top_k:
+        raise UsageError(
+            f"keep is {keep:g}: {each} experts would remain in each of {gate.groups} groups; each "
+            f"token is routed to {gate.top_k} experts of {gate.top_groups} groups",
+            hint="keep more",
+        )
+    return count
 
 
 @dataclass(frozen=True)
