@@ -12,6 +12,7 @@ from moemerge.checkpoint.quantised.tensor import (
     SMALLEST_SCALES,
     QuantisedInfo,
     Rounding,
+    RowRange,
     Written,
 )
 from moemerge.checkpoint.reader import Checkpoint
@@ -25,6 +26,21 @@ if TYPE_CHECKING:
 
 
 STATIC_SCALES: Final = LARGEST_SCALES + SMALLEST_SCALES
+
+
+def round_trip(
+    info: QuantisedInfo, source: Checkpoint, block: Tensor, row: int, rounding: Rounding
+) -> Tensor:
+    """Return rows from `row` on as they are read after they were quantised."""
+    written = {part.name: part for part in info.encode(source.stored, block, row, rounding)}
+
+    def fetch(name: str, rows: RowRange | None) -> Tensor:
+        part = written.get(name)
+        if part is None:
+            return source.stored(name, rows)
+        return part.tensor if rows is None else part.tensor[rows[0] - part.row : rows[1] - part.row]
+
+    return info.read(fetch, (row, row + len(block)))
 
 
 def stored_tensors(tensors: Sequence[TensorInfo]) -> Iterator[TensorInfo]:

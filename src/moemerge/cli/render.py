@@ -125,10 +125,17 @@ def requantised(errors: Mapping[str, Any]) -> list[tuple[str, str]]:
         (
             "requantised",
             f"{counted(one['tensors'], 'tensor')} as {words}, relative error of rounding "
-            f"{one['relative_error']:.2%}",
+            f"{one['relative_error']:.2%}" + _left(one.get("error_left")),
         )
         for words, one in errors.items()
     ]
+
+
+def _left(error: Mapping[str, float] | None) -> str:
+    """Return what rounding cost the fitted maps, if they were rounded one by one."""
+    if error is None:
+        return ""
+    return f"; {error['rounded']:.1%} of the maps' error left, {error['unrounded']:.1%} unrounded"
 
 
 def merge_report(report: MergeReport, *, verbose: bool) -> RenderableType:

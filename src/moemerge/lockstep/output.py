@@ -81,7 +81,10 @@ class Output:
         """Raise an error of the background work, if there was one."""
 
     def write(self) -> dict[str, Any]:
-        """Write the tensors of all entries to OUT; return their quantisation errors, by format."""
+        """Write the tensors of all entries to OUT.
+
+        Return their quantisation errors (`RoundingErrors.sums`).
+        """
         return {}
 
     def finish(self, files: Mapping[str, bytes]) -> None:
@@ -204,7 +207,7 @@ class PatchedOutput(Output):
             for name, tensor in entry.tensors.items():
                 self._patch.write(name, tensor)
         self._written = True
-        return self._patch.rounding.to_json()
+        return self._patch.rounding.sums
 
     def finish(self, files: Mapping[str, bytes]) -> None:
         assert self._journal is not None

@@ -24,6 +24,7 @@ from moemerge.refitting.least_squares import (
     Factor,
     Fit,
     FitSums,
+    Quantise,
     RidgeRule,
     concatenated,
     fit_map,
@@ -161,6 +162,7 @@ class ProjectionFit:
     kind: str  # of map; those of one kind have much the same λ
     count: int
     stored: torch.dtype
+    quantise: Callable[[int], Quantise | None]  # of an expert
     scales: DomainScales
     ranks: Ranks
 
@@ -214,7 +216,9 @@ class ProjectionFit:
             with overlap.after(mark):
                 merged = self.stack.weight(self.which, expert)
                 factor = Factor(sums[0].gram, ridge)
-                weight, fit = fit_map(merged, *sums, factor, self.stored)
+                weight, fit = fit_map(
+                    merged, *sums, factor, self.stored, quantise=self.quantise(expert)
+                )
                 self.stack.put(self.which, expert, weight)
             return {expert: fit}
         except NumericalError as error:

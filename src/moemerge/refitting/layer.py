@@ -34,6 +34,7 @@ from moemerge.refitting.least_squares import (
 from moemerge.refitting.linear import Inputs, Missing, fit_linear, fitted_by_lead, sum_up
 from moemerge.refitting.plan import LayerPlan
 from moemerge.refitting.report import ExpertsRow, FitRow, MapRow, kind_of_map
+from moemerge.refitting.storage import Storage
 from moemerge.refitting.targets import (
     HiddenState,
     LayerView,
@@ -75,6 +76,7 @@ class LayerFitter:
     scales: DomainScales
     ridge: RidgeRule
     stored: Callable[[str], torch.dtype]  # of a parameter by its name in memory
+    storage: Storage
     ranks: Ranks
     experts: ExpertMaps = field(default_factory=dict)  # of sources with more experts
     notices: list[str] = field(default_factory=list)
@@ -109,10 +111,10 @@ class LayerFitter:
         missing = self._own(hook) if place is None else self._residual(stop, hook, place)
         sums = sum_up(inputs, hook.shape[0], missing, self.scales, self.ranks)
         old = parameter(self.merged.model, hook.weight)
-        stored = self.stored(hook.weight)
+        stored, quantise = self.stored(hook.weight), self.storage.linear(hook)
         weight, fit = fitted_by_lead(
             lambda: fit_linear(
-                old, sums, self.ridge.choose(kind_of_map(hook.weight), [sums]), stored
+                old, sums, self.ridge.choose(kind_of_map(hook.weight), [sums]), stored, quantise
             ),
             self.ranks,
         )
@@ -215,6 +217,7 @@ class LayerFitter:
                 kind=kind_of_map(name),
                 count=hook.count,
                 stored=self.stored(name),
+                quantise=self.storage.experts(hook, module, which),
                 scales=self.scales,
                 ranks=self.ranks,
             )

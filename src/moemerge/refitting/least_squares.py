@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from moemerge.checkpoint.quantised.tensor import Rounding
 from moemerge.errors import NumericalError
 from moemerge.kernels import long_sums
 from moemerge.runtime.ranks import Ranks
@@ -333,6 +334,19 @@ class RidgeRule:
         return self.last[kind]
 
 
+# Rounds a weight to a quantised format; returns the format and the rounding error, too.
+Quantise = Callable[[Tensor], tuple[Tensor, str, Rounding]]
+
+
+@dataclass(frozen=True)
+class QuantisedFit:
+    """The cost of rounding a map to a quantised format."""
+
+    format: str
+    error: float  # Σ(w − ŵ)² of the weight
+    unrounded: float  # the map's error before rounding, on held-out tokens if there are any
+
+
 @dataclass(frozen=True)
 class Fit:
     """The figures of a map's new weight. Errors are Σ s² ‖r − Δ x‖² of the stored weight."""
@@ -346,6 +360,7 @@ class Fit:
     held_before: float | None  # on held-out tokens; None: there are none
     held_after: float | None
     kept: bool  # the merged weight is kept, since held-out tokens would have lost
+    quantised: QuantisedFit | None = None
 
 
 def fit_map(
@@ -356,11 +371,13 @@ def fit_map(
     stored: torch.dtype,
     *,
     keep: bool = True,
+    quantise: Quantise | None = None,
 ) -> tuple[Tensor, Fit]:
     """Solve, and round to the `stored` dtype; keep the merged weight if held-out tokens lose.
 
     `merged` is (out, in). Without held-out tokens, the calibration tokens must not lose, since
-    rounding can cancel a small update. Without `keep`, the caller decides.
+    rounding can cancel a small update. Without `keep`, the caller decides. With `quantise`, the
+    weight is also rounded to that format.
     """
     old = merged.double()
     weight = (old + factor.update(sums.cross)).to(stored)
@@ -369,6 +386,11 @@ def fit_map(
             f"the new weight does not fit into {stored}: it holds non-finite values",
             hint="use a larger `ridge`, or give more text",
         )
+    quantised = None
+    if quantise is not None:
+        unrounded = (held if held.tokens else sums).error(weight.double() - old)
+        weight, name, rounding = quantise(weight)
+        quantised = QuantisedFit(name, rounding.error, unrounded)
     step = weight.double() - old
     before, after = float(sums.energy), sums.error(step)
     held_before = held_after = None
@@ -379,7 +401,7 @@ def fit_map(
         kept = after > before
     kept = kept and keep
     if kept:
-        weight, after, held_after = merged.to(stored), before, held_before
+        weight, after, held_after, quantised = merged.to(stored), before, held_before, None
     return weight, Fit(
         ridge=factor.ridge,
         inputs=merged.shape[1],
@@ -390,4 +412,5 @@ def fit_map(
         held_before=held_before,
         held_after=held_after,
         kept=kept,
+        quantised=quantised,
     )

@@ -14,6 +14,7 @@ from moemerge.refitting.least_squares import (
     Factor,
     Fit,
     FitSums,
+    Quantise,
     RidgeRule,
     fit_map,
 )
@@ -73,11 +74,16 @@ def blocks(tokens: int, width: int, device: torch.device) -> Iterator[slice]:
 
 
 def fit_linear(
-    merged: Tensor, sums: tuple[FitSums, FitSums], ridge: float, stored: torch.dtype
+    merged: Tensor,
+    sums: tuple[FitSums, FitSums],
+    ridge: float,
+    stored: torch.dtype,
+    quantise: Quantise | None = None,
 ) -> tuple[Tensor, Fit]:
     """Return a map's new weight (out, in), and its figures."""
     calibration, held = sums
-    return fit_map(merged, calibration, held, Factor(calibration.gram, ridge), stored)
+    factor = Factor(calibration.gram, ridge)
+    return fit_map(merged, calibration, held, factor, stored, quantise=quantise)
 
 
 def fitted_by_lead(fit: Callable[[], tuple[Tensor, Fit]], ranks: Ranks) -> tuple[Tensor, Fit]:

@@ -23,6 +23,7 @@ from moemerge.refitting.plan import LayerPlan, RefitPlan, stored_experts, stored
 from moemerge.refitting.records import AsMerged, followed_batches, layer_drift
 from moemerge.refitting.report import FitRow, LayerRow, MapRow, RouterRow
 from moemerge.refitting.routers import RouterJob
+from moemerge.refitting.storage import Storage
 from moemerge.refitting.streams import RefitStreams
 from moemerge.runtime.ranks import Ranks
 from moemerge.runtime.timing import memory_in_use
@@ -47,6 +48,7 @@ class RefitLoop:
     batches: tuple[Batch, ...]
     plan: RefitPlan
     units: UnitMap
+    storage: Storage
     routers: RouterJob
     scales: DomainScales
     ridge: RidgeRule
@@ -112,6 +114,7 @@ class RefitLoop:
             scales=self.scales,
             ridge=self.ridge,
             stored=self._stored,
+            storage=self.storage,
             ranks=self.ranks,
             experts=self.experts,
         )

@@ -53,6 +53,7 @@ class MapRow:
                 "error_after": number(fit.held_after),
             },
             "kept": fit.kept,
+            **quantised_json(self.fits),
         }
 
 
@@ -82,7 +83,55 @@ class ExpertsRow:
                 },
             },
             "kept": [expert for expert, fit in enumerate(fits) if fit.kept],
+            **quantised_json(fits),
         }
+
+
+def quantised_json(fits: Sequence[Fit]) -> dict[str, Any]:
+    """Return the cost of rounding maps to a quantised format, if any was rounded.
+
+    `error_before`, `unrounded` and `error_after` are of the same maps and rows.
+    """
+    rounded = [(fit, fit.quantised) for fit in fits if fit.quantised is not None]
+    if not rounded:
+        return {}
+    both = [
+        (fit.before, fit.after)
+        if fit.held_before is None or fit.held_after is None
+        else (fit.held_before, fit.held_after)
+        for fit, _ in rounded
+    ]
+    return {
+        "quantised": {
+            "format": rounded[0][1].format,
+            "squared_error": math.fsum(own.error for _, own in rounded),
+            "error_before": number(math.fsum(before for before, _ in both)),
+            "unrounded": number(math.fsum(own.unrounded for _, own in rounded)),
+            "error_after": number(math.fsum(after for _, after in both)),
+        }
+    }
+
+
+def with_fits(
+    sums: Mapping[str, tuple[float, float, int]], layers: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the errors of quantising, by format: of weights, and of the maps' outputs.
+
+    `sums` are those of writing, of which most tensors were already rounded after their fit.
+    """
+    rows = [row["quantised"] for layer in layers for row in layer["maps"] if "quantised" in row]
+    found: dict[str, Any] = {}
+    for name, (error, size, tensors) in sums.items():
+        own = [row for row in rows if row["format"] == name]
+        total = error + math.fsum(row["squared_error"] for row in own)
+        found[name] = {"tensors": tensors, "relative_error": math.sqrt(total / size) if size else 0}
+        before = math.fsum(row["error_before"] for row in own)
+        if before:
+            found[name]["error_left"] = {
+                end: number(math.fsum(row[key] for row in own) / before)
+                for end, key in (("unrounded", "unrounded"), ("rounded", "error_after"))
+            }
+    return found
 
 
 @dataclass(frozen=True)

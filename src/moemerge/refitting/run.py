@@ -35,9 +35,11 @@ from moemerge.refitting.report import (
     kind_of,
     map_errors,
     matches_sources,
+    with_fits,
 )
 from moemerge.refitting.routers import RouterJob, RouterProblem, fit_router
 from moemerge.refitting.settings import RefitSettings
+from moemerge.refitting.storage import Storage
 from moemerge.refitting.streams import RefitStreams, build_streams, require_same_shapes
 from moemerge.routing.compilation import compile_kernels
 from moemerge.routing.products import logits_of, working_dtype
@@ -77,7 +79,7 @@ class Refit(RepairSteps[RefitSettings, RefitJob, RefitReport]):
         return RefitRun(job, run).compute()
 
     def with_rounding(self, report: RefitReport, errors: Mapping[str, Any]) -> RefitReport:
-        return replace(report, requantised=errors)
+        return replace(report, requantised=with_fits(errors, report.layers))
 
 
 class RefitRun:
@@ -112,6 +114,9 @@ class RefitRun:
                 batches=job.batches,
                 plan=plan,
                 units=units,
+                storage=Storage(
+                    job.merged.checkpoint, units, job.request.settings.requantize == "same"
+                ),
                 routers=RouterJob(
                     job.merged,
                     job.sources,
