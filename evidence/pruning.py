@@ -1,6 +1,8 @@
 """Accuracy of the bundled specialists with fewer experts, before and after a repair.
 
-python -m evidence.pruning docs/data/prune.json
+    python -m evidence.pruning docs/data/prune.json
+
+Finished cells are kept, so the same command continues.
 """
 
 from __future__ import annotations
@@ -9,73 +11,135 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import moemerge
-from moemerge.pruning.settings import ExpertScore, RepairAfter
+from evidence.finetuning import finetune
+from moemerge.pruning.settings import ExpertScore
 from moemerge.testbed import bundled_set
 from moemerge.testbed.demo import PROBLEMS, accuracy, draw_test_problems, one_thread
+from moemerge.testbed.tasks import Problem
+from moemerge.text.rows import write_rows
 
 EXPERTS = 24
 KEPT = (20, 16, 12, 8)
-DOMAINS = ("math", "code")
-VARIANTS: tuple[tuple[ExpertScore, RepairAfter], ...] = (
-    ("reap", "none"),
-    ("reap", "calibrate"),
-    ("reap", "refit"),
-    ("norm", "none"),
-    ("frequency", "none"),
-)
+COMPARED = (16, 12)  # a third and half of the experts removed
+# Each specialist, and a domain without text that it can do in part.
+DOMAINS = {"math": "code", "code": "chat"}
+DRAWS = (0, 1, 2)  # of the rows
 ROWS = 512
+GENERAL = 64  # rows of the other domain, for which the original is one more source
+STEPS = 40  # of fine-tuning on the same rows, in batches of 128
+RATES = (3e-4, 1e-3)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One pruned and repaired specialist."""
+
+    domain: str
+    kept: int
+    score: ExpertScore = "reap"
+    repair: str = "none"
+    draw: int = 0
+
+
+def cells() -> Iterator[Cell]:
+    """Yield the cells of all tables, the most important ones first."""
+    for domain in DOMAINS:
+        yield Cell(domain, EXPERTS)
+        for kept in KEPT:
+            yield from (Cell(domain, kept, "reap", r) for r in ("none", "calibrate", "refit"))
+            yield from (Cell(domain, kept, score) for score in ("norm", "frequency"))
+    tuned = [f"tune {rate:g}" for rate in RATES]
+    for draw in DRAWS:
+        for kept in COMPARED:
+            for domain in DOMAINS:
+                yield Cell(domain, kept, "similarity", "none", draw)
+                for repair in ("none", "calibrate", "refit", "refit, general", *tuned):
+                    yield Cell(domain, kept, "reap", repair, draw)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="JSON file to write")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no cell later")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if options.out.exists():
         rows = json.loads(options.out.read_text())["measured"]
-    known = {(row["domain"], row["kept"], row["score"], row["repair"]) for row in rows}
+    begin = time.monotonic()
     with one_thread(), tempfile.TemporaryDirectory() as folder:
-        for domain in DOMAINS:
-            for kept in (EXPERTS, *KEPT):
-                for score, repair in VARIANTS if kept < EXPERTS else VARIANTS[:1]:
-                    if (domain, kept, score, repair) in known:
-                        continue
-                    out = Path(folder) / f"{domain}-{kept}-{score}-{repair}"
-                    row = measure(domain, kept, score, repair, out, options.device)
-                    rows.append(row)
-                    print(row, flush=True)
-                    write(options.out, rows)
+        for number, cell in enumerate(dict.fromkeys(cells())):
+            own = asdict(cell)
+            if any(own == {key: row[key] for key in own} for row in rows):
+                continue
+            if time.monotonic() - begin > options.seconds:
+                return
+            row = {**own, **measure(cell, Path(folder) / str(number), options.device)}
+            rows.append(row)
+            print(row, flush=True)
+            write(options.out, rows)
 
 
-def measure(
-    domain: str, kept: int, score: ExpertScore, repair: RepairAfter, out: Path, device: str
-) -> dict[str, Any]:
-    """Prune a specialist, and return how many problems it solves."""
-    trained, begin = bundled_set(), time.perf_counter()
-    model = trained.models[domain]
-    if kept < EXPERTS:
-        moemerge.prune(
-            model,
-            out,
-            data={domain: trained.data[domain]},
-            keep=kept / EXPERTS,
-            score=score,
-            repair=repair,
-            limit=ROWS,
-            measure=False,
-            device=device,
-            dtype="float32",
-        )
-        model = out
+def measure(cell: Cell, folder: Path, device: str) -> dict[str, Any]:
+    """Prune and repair a specialist; return how many problems it solves, here and elsewhere."""
+    begin = time.perf_counter()
+    folder.mkdir()
+    model = make(cell, folder, device)
     seconds = time.perf_counter() - begin
-    solved = accuracy(model, draw_test_problems(domain, PROBLEMS), device=device)
-    row = {"domain": domain, "kept": kept, "score": score, "repair": repair}
-    return {**row, "solved": sum(solved), "seconds": round(seconds, 1)}
+    solved = {
+        domain: sum(accuracy(model, draw_test_problems(domain, PROBLEMS), device=device))
+        for domain in (cell.domain, DOMAINS[cell.domain])
+    }
+    own, other = solved.values()
+    return {"solved": own, "elsewhere": other, "seconds": round(seconds, 1)}
+
+
+def make(cell: Cell, folder: Path, device: str) -> Path:
+    """Return the folder of the pruned and repaired model."""
+    trained, out = bundled_set(), folder / "out"
+    model, data = trained.models[cell.domain], {cell.domain: trained.data[cell.domain]}
+    if cell.kept == EXPERTS:
+        return model
+    shared: dict[str, Any] = {"limit": ROWS, "seed": cell.draw, "measure": False}
+    shared |= {"device": device, "dtype": "float32"}
+    options: dict[str, Any] = {**shared, "keep": cell.kept / EXPERTS, "score": cell.score}
+    if cell.repair in ("none", "calibrate", "refit"):
+        moemerge.prune(model, out, data=data, repair=cell.repair, **options)
+        return out
+    moemerge.prune(model, folder / "pruned", data=data, **options)
+    if cell.repair == "refit, general":
+        other = DOMAINS[cell.domain]
+        texts = {**data, other: _first_rows(trained.data[other], folder / "general.jsonl")}
+        moemerge.refit(
+            folder / "pruned", out, sources=dict.fromkeys(texts, model), data=texts, **shared
+        )
+        return out
+    rate = float(cell.repair.removeprefix("tune "))
+    texts = [json.loads(line)["text"] for line in data[cell.domain].read_text().splitlines()]
+    first = cell.draw * 244  # of 1000 rows
+    rows = [_problem(cell.domain, text) for text in texts[first : first + ROWS]]
+    return finetune(folder / "pruned", out, rows, steps=STEPS, lr=rate, device=device)
+
+
+def _first_rows(data: Path, out: Path) -> Path:
+    lines = data.read_text().splitlines()[:GENERAL]
+    write_rows(out, [json.loads(line) for line in lines])
+    return out
+
+
+def _problem(domain: str, text: str) -> Problem:
+    """Split a row into prompt and answer, as the task does."""
+    text = text.removesuffix("<eos>")
+    ends = [text.find(mark) + len(mark) for mark in ("=", ":") if mark in text]
+    if domain == "code":
+        ends = [text.find("=") + 1 if "=" in text else text.rfind(" s") + 2]
+    return Problem(domain, "", False, text[: min(ends)], text[min(ends) :])
 
 
 def write(out: Path, rows: list[dict[str, Any]]) -> None:

@@ -315,28 +315,3 @@ def test_a_study_is_repeated_over_seeds(config, tmp_path):
     page = (tmp_path / "results.md").read_text()
     assert "Seeds 3, 8." in page
     assert "| p, seeds |" in page
-
-
-def test_merges_are_pruned_before_a_repair(config, tmp_path):
-    """The routers of the pruned merge are calibrated to sources with all experts."""
-    pruned = {"keep": 0.5, "limit": 12}
-    study = {
-        **undiagnosed(config),
-        "repairs": {
-            "pruned": {"prune": pruned},
-            "repaired": {
-                "calibrate": {"limit": 12, "targets": "source-features"},
-                "after": "pruned",
-            },
-        },
-        "tables": {"table": {"reference": []}},
-        "keep": "models",
-    }
-    report = moemerge.study(study, tmp_path / "out", **SETTINGS)
-    assert not report.failures
-    (summary,) = report.summaries
-    assert [row.label for row in summary.rows] == ["as merged", "pruned", "repaired"]
-    reports = [json.loads(p.read_text()) for p in (tmp_path / "out").rglob("moemerge_report.json")]
-    (repaired,) = (one for one in reports if "calibration" in one)
-    assert repaired["prune"]["experts_after"] == 12
-    assert repaired["calibration"]["experts"].keys() == {"math", "chat"}

@@ -20,6 +20,9 @@ import zoo
 from calibration import cases
 from moemerge.cli.app import app
 from moemerge.errors import ArchitectureError, ConfigError, DataError, MoeMergeError, UsageError
+from moemerge.experiments.plan import plan_study
+from moemerge.experiments.study_bench import StudyBench
+from moemerge.experiments.study_file import load_study
 from pruning.cases import slice_experts
 from refitting.cases import make_case
 from refitting.dense import run, sent, whole_model
@@ -275,6 +278,36 @@ def test_a_config_prunes_the_merge_before_its_refit(
         moemerge.validate(bad)
     with pytest.raises(ConfigError, match="not used by pruning"):
         moemerge.validate({**config, "prune": {"weights": {"math": 2.0}}})
+
+
+def test_a_study_repairs_what_it_prunes(base: Path, tmp_path: Path) -> None:
+    case = make_case(base, tmp_path)
+    for path in case.sources.values():
+        zoo.tiny_tokenizer(path)
+    task = Path(__file__).parents[2] / "examples" / "paper" / "small" / "math.yml"
+    plan = plan_study(
+        load_study(
+            {
+                "sources": {name: str(path) for name, path in case.sources.items()},
+                "data": {name: str(path) for name, path in case.data.items()},
+                "merges": {"mean": {"merge_method": "linear", "parameters": {"weight": 1}}},
+                "repairs": {
+                    "pruned": {"prune": {"keep": 0.5}},
+                    "repaired": {"calibrate": {"targets": "source-features"}, "after": "pruned"},
+                },
+                "evaluate": {"tasks": [str(task)]},
+            }
+        )
+    )
+    evaluate = plan.config.evaluate
+    bench = StudyBench(tmp_path / "models", tmp_path, {}, {}, evaluate, None, "cpu", True)
+    for node in plan.nodes(list(plan.cells.values())):
+        if not node.is_given:
+            bench.make(node)
+    reports = [json.loads(p.read_text()) for p in tmp_path.rglob("moemerge_report.json")]
+    (repaired,) = (one for one in reports if "calibration" in one)
+    assert repaired["prune"]["experts_after"] == 4
+    assert repaired["calibration"]["experts"].keys() == case.sources.keys()
 
 
 def refused(base: Path, out: Path, error: type[MoeMergeError], words: str, **options: Any) -> None:

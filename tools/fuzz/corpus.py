@@ -109,7 +109,7 @@ def build(folder: Path) -> Path:
     _run(folder, "merge", "kept.yml", "shared", "-q")
     _run(folder, "prune", "merged", "pruned", "--data", "m=math.jsonl", "--keep", "0.75", "-q")
     report = json.loads((folder / "pruned" / "moemerge_report.json").read_bytes())
-    (folder / "experts.json").write_text(json.dumps(report["pruning"]["experts"]))
+    (folder / "experts.json").write_text(json.dumps(report["prune"]["experts"]))
     for name in ("math", "code"):
         for kind in ("gram", "fisher"):
             out = (f"{name}.{kind}", "--data", f"{name}.jsonl")
