@@ -110,7 +110,7 @@ def make(cell: Cell, folder: Path, device: str) -> Path:
     shared |= {"device": device, "dtype": "float32"}
     options: dict[str, Any] = {**shared, "keep": cell.kept / EXPERTS, "score": cell.score}
     if cell.repair in ("none", "calibrate", "refit"):
-        moemerge.prune(model, out, data=data, repair=cell.repair, **options)
+        moemerge.prune(model, out, data=data, **{**options, "repair": cell.repair})
         return out
     moemerge.prune(model, folder / "pruned", data=data, **options)
     if cell.repair == "refit, general":
@@ -121,9 +121,10 @@ def make(cell: Cell, folder: Path, device: str) -> Path:
         )
         return out
     rate = float(cell.repair.removeprefix("tune "))
-    texts = [json.loads(line)["text"] for line in data[cell.domain].read_text().splitlines()]
+    lines = data[cell.domain].read_text().splitlines()
     first = cell.draw * 244  # of 1000 rows
-    rows = [_problem(cell.domain, text) for text in texts[first : first + ROWS]]
+    drawn = [json.loads(line)["text"] for line in lines[first : first + ROWS]]
+    rows = [_problem(cell.domain, text) for text in drawn]
     return finetune(folder / "pruned", out, rows, steps=STEPS, lr=rate, device=device)
 
 

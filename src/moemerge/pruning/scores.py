@@ -111,7 +111,8 @@ class LayerSums:
         distances = self.distances
         if distances is not None:
             distances = (distances / self.sampled.clamp_min(1)[:, None]).cpu()
-        return LayerScores(*self.sums.cpu(), distances)
+        tokens, gates, norms = self.sums.cpu()
+        return LayerScores(tokens, gates, norms, distances)
 
 
 def _output(module: Any, expert: int, x: Tensor) -> Tensor:
