@@ -13,7 +13,7 @@ from moemerge.api import config_schema, load_config
 from moemerge.config.coefficients import dump_coefficients
 from moemerge.config.dump import config_data
 from moemerge.config.schema import RunConfig
-from moemerge.config.yaml_lines import read_yaml
+from moemerge.config.yaml_lines import read_all
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,9 +31,9 @@ def whole_configs() -> list[Any]:
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.yml"))]
     for page in PAGES:
         blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
-        # A study holds merges, and is no config itself.
-        texts += [b for b in blocks if "merge_method:" in b and not re.search("^merges:", b, re.M)]
-    return [read_yaml(text, "a config").data for text in texts]
+        # A study and a composition hold merges, and are no configs themselves.
+        texts += [b for b in blocks if re.search("^merge_method:", b, re.M)]
+    return [document.data for text in texts for document in read_all(text, "a config")]
 
 
 @pytest.mark.parametrize("config", whole_configs())
@@ -45,7 +45,7 @@ def test_examples_are_valid_as_written_and_as_resolved(
         monkeypatch.chdir(tmp_path)
         values = {entry["name"]: {"*": 1.0} for entry in config["models"]}
         Path(config["coefficients"]).write_bytes(dump_coefficients(values, {}))
-    loaded = load_config(config)
+    loaded = load_config({key: value for key, value in config.items() if key != "name"})
     schema.validate(config_data(loaded.config))
     schema.validate(config_data(loaded.config, absolute=True))
 

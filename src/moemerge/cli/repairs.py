@@ -77,8 +77,9 @@ COMMANDS = {
 
 
 def add_to(app: typer.Typer) -> None:
+    verbs = [cli.asked] if cli.asked in COMMANDS else COMMANDS
     for repair in REPAIRS:
-        if cli.asked == repair.verb or cli.asked not in COMMANDS:
+        if repair.verb in verbs:  # `prune` takes other arguments
             _add_repair(app, repair)
 
 

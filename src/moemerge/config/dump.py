@@ -140,6 +140,10 @@ def config_schema(schemas: Mapping[str, MethodSchema]) -> dict[str, Any]:
                 del form["type"], form["additionalProperties"]
                 form["$ref"] = "#/$defs/Parameters"
         part["properties"] = {name: _or_null(form) for name, form in properties.items()}
+    schema["properties"]["name"] = {
+        "type": "string",
+        "description": "name of one of several merges",
+    }
     parts["Parameters"] = _parameters(schemas)
     parts["Value"] = TypeAdapter(ValueForm).json_schema()
     return {"$schema": DIALECT, "title": "moemerge config", **schema}
