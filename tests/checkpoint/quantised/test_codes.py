@@ -65,7 +65,7 @@ def test_values_come_back_as_the_same_codes(kind: tuple[Codes, torch.Tensor]) ->
     assert torch.equal(codes.round(values[finite]), every[finite])
 
 
-@pytest.mark.parametrize("known", kinds._ERRORS, ids=str)
+@pytest.mark.parametrize("known", list(kinds._ERRORS))
 def test_known_rounding_errors_are_the_measured_ones(known) -> None:
     scheme = kinds.Scheme(*known, Dtype.FLOAT32)
     assert kinds.relative_error(scheme) == pytest.approx(kinds._measured_error(scheme), abs=1e-4)
