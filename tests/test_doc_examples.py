@@ -127,6 +127,9 @@ def run(words: list[str]) -> None:
         remove(words[WRITES[words[0]]].rstrip("/"))
     if words[0] not in VERBS and importlib.util.find_spec(f"moemerge.cli.{words[0]}"):
         importlib.import_module(f"moemerge.cli.{words[0]}").add_to(app)
+    if "--verify" in words:  # checks a folder that moemerge has written
+        remove(words[1].rstrip("/"))
+        run(["swap-routers", "base", "--from", "math", words[1]])
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, f"moemerge {shlex.join(words)}\n{result.output}"
 

@@ -40,7 +40,7 @@ def here(zoo_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def state(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 

@@ -66,7 +66,7 @@ def test_all_faults_come_at_once_with_their_lines():
         ("after: HARC", "after: HRC", "no repair is called 'HRC', did you mean 'HARC'?"),
         ("routers: average", "routers: averages", "no source is called 'averages'"),
         ("code: code.jsonl}", "}", "no text of code"),
-        ("{routers: average}", "{}", "give one of routers, calibrate, refit, distill, tune"),
+        ("{routers: average}", "{}", "give one of routers, prune, calibrate, refit, distill, tune"),
         ("{calibrate: {alpha: 0.5}}", "{calibrate: {}, after: 'HARC, tuned'}", "from itself"),
         ("base: org/base\n", "", "known: average, math, code"),
         ("sources: {math", "sources: {base: ./b, math", "the base has its own key"),

@@ -43,7 +43,8 @@ def test_a_gram_is_whole_and_symmetric(width: int, weighted: str) -> None:
     total = first.clone()
     add_gram(total, x, 3, weights)
     wide = x.double() if weights is None else x.double() * weights
-    torch.testing.assert_close(total, first + x.double().T @ wide, rtol=1e-6, atol=0)
+    # A BLAS may add up in float32 one after the other.
+    torch.testing.assert_close(total, first + x.double().T @ wide, rtol=1e-5, atol=0)
     assert torch.equal(total, total.T)
 
 

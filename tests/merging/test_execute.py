@@ -127,11 +127,11 @@ def test_large_units_in_runs_equal_the_whole(
     """The cut's magnitude, its ties and the L1 norm are those of the whole task vector."""
     settings = {**config(method, models, **parameters), "dtype": dtype}
     settings["parameters"] = {"rescale": True}
-    monkeypatch.setattr(_arithmetic, "CPU_CHUNK", 64)
+    monkeypatch.setattr(_arithmetic, "CPU_CHUNK", 192)
     whole = run(settings, tmp_path / "whole")
-    monkeypatch.setattr(plan_module, "RUN_ELEMENTS", 300)
-    monkeypatch.setattr(plan_module, "LARGE_RUN_ELEMENTS", 100)
-    monkeypatch.setattr(plan_module, "CHUNK_ELEMENTS", 64)
+    monkeypatch.setattr(plan_module, "RUN_ELEMENTS", 900)
+    monkeypatch.setattr(plan_module, "LARGE_RUN_ELEMENTS", 300)
+    monkeypatch.setattr(plan_module, "CHUNK_ELEMENTS", 192)
     plan = plan_merge(api.load_config(settings), MergeSettings()).plan
     assert sum(block.tensor == "model.embed_tokens.weight" for block in plan.blocks) > 2
     cut = run(settings, tmp_path / "cut")

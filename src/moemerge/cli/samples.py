@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moemerge.cli.console import STDOUT, out
-from moemerge.cli.flags import Reporting
+from moemerge.cli.flags import ADVANCED, Reporting
 from moemerge.errors import UsageError
 from moemerge.runtime import ranks
 
@@ -28,6 +28,7 @@ Samples = Annotated[
         metavar="PROMPT",
         callback=_not_empty,
         help="Finally print a short completion by each model. Repeat it.",
+        rich_help_panel=ADVANCED,
     ),
 ]
 

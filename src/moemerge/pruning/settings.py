@@ -17,7 +17,7 @@ RepairAfter = Literal["none", "calibrate", "refit"]
 class PruningSettings(StepSettings):
     """Which experts are kept."""
 
-    common = "keep score"
+    common = "keep"
 
     keep: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = Field(
         0.75, description="share of every layer's experts that is kept, such as 0.75"
