@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 # Modules are compiled when they are first imported: the demo imports few of them.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# Without bytecode, every process that a test starts would compile torch again.
+export PYTHONDONTWRITEBYTECODE :=
 # Two workers: the suite is sized for two cores, and torch runs one thread in each.
 JOBS ?= 2
 

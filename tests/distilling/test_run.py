@@ -137,7 +137,12 @@ def test_short_trials_favour_low_rates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "killed"), [({}, 7), ({"lora": 4}, 5), ({"optimiser": "adafactor"}, 9)]
+    ("own", "killed"),
+    [
+        ({}, 7),
+        ({"lora": 4}, 5),
+        pytest.param({"optimiser": "adafactor"}, 9, marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_run_resumes_to_the_same_bytes(
     case: cases.Case,

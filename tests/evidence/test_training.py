@@ -62,6 +62,7 @@ def test_a_set_is_complete_and_loads_with_transformers(trained):
     assert manifest["moved"]["math"]["routers"] > 5 * manifest["moved"]["math"]["weights"] > 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_with_other_jobs(trained, tmp_path):
     jobs = [
         Job(tmp_path / "other", "tiny", seed=4, steps_scale=0.002),

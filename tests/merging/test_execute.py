@@ -114,9 +114,7 @@ def test_runs_of_rows_equal_the_whole(models, tmp_path, monkeypatch):
     ("method", "parameters", "dtype"),
     [
         ("ties", {"density": 0.3}, "bfloat16"),
-        ("ties", {"density": 0.3}, "float64"),
         ("breadcrumbs_ties", {"density": 0.4, "gamma": 0.2}, None),
-        ("breadcrumbs", {"density": 0, "gamma": 0.2}, None),
         ("dare_ties", {"density": 0.4}, None),
         ("della", {"density": 0.4}, None),
     ],

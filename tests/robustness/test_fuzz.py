@@ -10,7 +10,7 @@ from pathlib import Path
 from tools.fuzz import cases
 
 ROOT = Path(__file__).parents[2]
-COUNT = 14
+COUNT = 8
 
 
 def test_the_page_states_the_number_of_kinds() -> None:
