@@ -244,7 +244,7 @@ def judge(ended: Ended, before: set[str], folder: Path, arguments: Sequence[str]
         logs = [log.read_text() for log in (folder / "tmp").glob("moemerge-error-*")]
         return f"exit code {ended.code}: {' | '.join(' '.join(logs).splitlines()[-3:])}"
     named = {"out", "out.jsonl", *(_top(part, folder) for part in arguments)}
-    left = {path for path in made if path.split(os.sep)[0] not in named}
+    left = {path for path in made if not {".", path.split(os.sep)[0]} & named}
     if left:
         return f"left behind: {sorted(left)[0]!r}"
     checked = in_child(

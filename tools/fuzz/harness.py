@@ -124,6 +124,7 @@ def _become(work: Callable[[], None], folder: Path, log: Path) -> None:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
         os.chdir(folder)
+        sys.dont_write_bytecode = True  # next to plugins
         null, out = (
             os.open(os.devnull, os.O_RDONLY),
             os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC),
