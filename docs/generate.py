@@ -15,7 +15,7 @@ import lzma
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -195,34 +195,27 @@ def natural_strong() -> str:
     return markdown(("model", "loss", "gap closed", "general", "math", "time"), rows)
 
 
-def pruned(columns: Mapping[str, tuple[str, str]]) -> str:
-    """Return the accuracy of pruned specialists; columns are titles of (score, repair)."""
+def pruned_repairs() -> str:
+    """Return the accuracy of specialists pruned by `reap`, before and after each repair."""
     record = recorded("prune")
     solved = {
-        tuple(row[key] for key in ("domain", "kept", "score", "repair")): row["solved"]
+        (row["domain"], row["kept"], row["repair"]): row["solved"]
         for row in record["measured"]
+        if row["score"] == "reap"
     }
 
     def cell(*key: object) -> str:
         return f"{100 * solved[key] / record['problems']:.1f}" if key in solved else ""
 
-    domains = ("math", "code")
+    repairs = {"pruned": "none", "calibrate": "calibrate", "refit": "refit"}
+    columns = [(domain, title) for domain in ("math", "code") for title in repairs]
     counts = sorted({row["kept"] for row in record["measured"]}, reverse=True)
     rows = [
-        (str(kept), *(cell(d, kept, *variant) for d in domains for variant in columns.values()))
+        (str(kept), *(cell(domain, kept, repairs[title]) for domain, title in columns))
         for kept in counts
     ]
-    titles = (f"{domain}: {title}" for domain in domains for title in columns)
+    titles = (f"{domain}: {title}" for domain, title in columns)
     return markdown((f"kept of {record['experts']}", *titles), rows)
-
-
-def pruned_repairs() -> str:
-    names = {"pruned": "none", "calibrate": "calibrate", "refit": "refit"}
-    return pruned({title: ("reap", repair) for title, repair in names.items()})
-
-
-def pruned_scores() -> str:
-    return pruned({f"`{score}`": (score, "none") for score in ("reap", "norm", "frequency")})
 
 
 def percent(share: float) -> str:
@@ -695,7 +688,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "choices": choices,
     "method-times": method_times,
     "prune": pruned_repairs,
-    "prune-scores": pruned_scores,
     "distill-testbed": distilled_testbed,
     "scale": lambda: markdown(scale.HEADINGS, list(scale.estimates())),
     "scale-checks": lambda: markdown(scale.CHECK_HEADINGS, list(scale.checks()), left=2),
