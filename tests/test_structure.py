@@ -99,6 +99,19 @@ def test_parts_of_torch_stay_in_their_packages(part: str) -> None:
     assert not strays, f"{part} belongs to {CONFINED[part]}; put a helper there"
 
 
+def test_paths_are_tested_without_exceptions() -> None:
+    """`Path.exists` raises if a name is too long or a folder is closed; `os.path.exists` never."""
+    strays = {
+        f"{within(path)}:{node.lineno}"
+        for path in FILES
+        if within(path) != "report/frame/__init__.py"  # a resource of the package
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args
+        if node.func.attr in ("exists", "is_dir", "is_file", "is_symlink")
+    }
+    assert not strays, "use os.path.exists, isdir, isfile or islink"
+
+
 def test_files_stay_short() -> None:
     lengths = {within(p): len(p.read_text(encoding="utf-8").splitlines()) for p in FILES}
     assert {name: n for name, n in lengths.items() if n > MAX_LINES} == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,3 +158,21 @@ def test_a_name_that_is_too_long_is_refused_first(here: Path, name: str) -> None
         assert result.exit_code == 3, result.output
         assert "220 bytes" in result.output or "File name too long" in result.output
     assert state(here) == before
+
+
+def test_an_input_with_a_name_that_is_too_long_does_not_exist(here: Path) -> None:
+    long = "n" * 300
+    merge = (here / "c.yml").read_text()
+    (here / "long.yml").write_text(re.sub(r"model: a\b", f"model: {long}", merge))
+    (here / "text.yml").write_text(f"{merge}calibration: {{data: {{a: {long}, b: t.jsonl}}}}\n")
+    for command in (
+        *("merge LONG out", "merge long.yml out", "run text.yml out", "inspect a+LONG"),
+        *("inspect LONG/a", "ls methods --plugin LONG.py", "study LONG out"),
+        *("convert LONG out --layout fused", "compose LONG out", "stats a out --data LONG/t.jsonl"),
+        f"refit a out {SOURCES} --experts a=LONG",
+        "calibrate a out --source a=b --data a=LONG",
+        *("evaluate a --task LONG --out out", "data a o.jsonl --prompts LONG --keep all"),
+    ):
+        result = moemerge(*command.replace("LONG", long).split())
+        assert result.exit_code in (2, 3), (command, result.output, result.exception)
+        assert "nnn" in result.stderr, command

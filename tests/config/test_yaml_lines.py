@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -101,6 +102,8 @@ def test_aliases_and_merge_keys_work() -> None:
         ("a: *nowhere\n", "undefined alias"),
         ("? [a, b]\n: 1\n", "a key must be a single word"),
         ("a: \x00\n", "not valid YAML"),
+        ('a: "x\\udcff"\n', "half a character"),
+        ('a: {b: "x\\0"}\n', "line 1, column 8: not valid YAML: a NUL character"),
         ("a: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
     ],
 )
@@ -109,6 +112,10 @@ def test_what_is_no_config_is_refused_in_our_words(text: str, said: str) -> None
         read_yaml(text, "x.yml")
     assert said in str(caught.value)
     assert str(caught.value).startswith("x.yml")
+
+
+def test_characters_of_two_escapes_are_joined() -> None:
+    assert read_yaml(json.dumps({"a": "\U0001f600"}), "x.yml").data == {"a": "\U0001f600"}
 
 
 def test_aliases_cannot_fill_the_memory() -> None:

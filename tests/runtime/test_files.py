@@ -51,6 +51,8 @@ def test_only_plain_files_are_opened(tmp_path: Path) -> None:
         read_file(tmp_path)
     with pytest.raises(CheckpointError, match="missing"):
         read_file(tmp_path / "none")
+    with pytest.raises(CheckpointError, match="its name cannot be used: embedded null byte"):
+        read_file(tmp_path / "no\0ne")
     with pytest.raises(CheckpointError, match="more than 10 bytes"):
         read_file(tmp_path / "large", most=10)
 

@@ -58,6 +58,9 @@ VERBS: Mapping[str, Verb] = {
         (*situations.command("distill"), "--device", "cpu", "--seed", "1", "-q"), ("--resume",)
     ),
     "prune": Verb((*situations.command("prune"), "--repair", "refit", "-q"), ("--resume",)),
+    "compose": Verb((*situations.command("compose"), "--device", "cpu", "-q")),
+    "convert": Verb((*situations.command("convert"), "-q")),
+    "extract-lora": Verb((*situations.command("extract-lora"), "--device", "cpu", "-q")),
     "perplexity": Verb(
         (*situations.command("perplexity"), "-q"), made=("results.json",), grows=True
     ),

@@ -129,6 +129,7 @@ KINDS: Mapping[str, Kind] = {
     "quantised weights": Kind(("code-fp8/model.safetensors",), mutations.SAFETENSORS, FP8),
     "quantised config": Kind(("code-fp8/config.json",), mutations.JSON, FP8),
     "task": Kind(("sums.yml",), mutations.YAML, _short("evaluate")),
+    "config of compose": Kind(("moe.yml",), mutations.YAML, _short("compose")),
     "study": Kind(("study.yml",), mutations.YAML, (("study", "study.yml", "out", "--dry-run"),)),
     "prompts": Kind(("sums.jsonl",), mutations.ROWS, _short("data", "evaluate", "tune")),
     "text of distill, prune and perplexity": Kind(

@@ -84,6 +84,11 @@ STUDY = (
     "evaluate: {tasks: [sums.yml], samples: 1, temperature: 0, limit: 3}\n"
     "diagnose: {limit: 2, holdout: 0.0}\n"
 )
+COMPOSED = (
+    "base_model: dense\ngate_mode: fit\ndtype: float32\nexperts:\n"
+    "  - {source_model: dense, data: math.jsonl}\n"
+    "  - {source_model: dense-code, positive_prompts: [one plus two, why]}\n"
+)
 COEFFICIENTS = "coefficients:\n  math: {model: 0.5, model.layers.0: 1.0}\n  code: {model: 0.25}\n"
 CONFIGS = {
     "linear.yml": PLAIN.format(math="math"),
@@ -98,6 +103,7 @@ CONFIGS = {
     "kept.yml": KEPT,
     "weighed.yml": WEIGHED,
 }
+OTHERS = {"sums.yml": TASK, "study.yml": STUDY, "moe.yml": COMPOSED}
 
 
 def build(folder: Path) -> Path:
@@ -148,6 +154,10 @@ def write_files(folder: Path) -> None:
     for name in ("base", "code"):
         section, blocks = quantised_zoo.fp8_config(8, 8), quantised_zoo.block_fp8(8, 8)
         quantised_zoo.convert(folder / name, folder / f"{name}-fp8", section, blocks)
+    sizes = {"num_hidden_layers": 2, "hidden_size": HIDDEN, "vocab_size": 96}
+    dense = zoo.build("llama", folder / "dense", intermediate_size=8, **sizes)
+    zoo.tiny_tokenizer(dense)
+    zoo.perturb(dense, folder / "dense-code", seed=3, scale=0.3)
     _adapter(folder / "adapter")
     for number, name in enumerate(("math", "code")):
         write_text(folder / f"{name}.jsonl", seed=number, rows=8)
@@ -155,7 +165,7 @@ def write_files(folder: Path) -> None:
     (folder / "rows.jsonl.gz").write_bytes(gzip.compress((folder / "rows.jsonl").read_bytes()))
     rows = [{"prompt": text, "response": "one", "answer": "one"} for text in QUESTIONS]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, text in (CONFIGS | {"sums.yml": TASK, "study.yml": STUDY}).items():
+    for name, text in (CONFIGS | OTHERS).items():
         (folder / name).write_text(text)
 
 

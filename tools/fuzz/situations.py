@@ -53,6 +53,10 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "coefficients": ("coefficients", "acm", "weighed.yml", "out", *SMALL),
     "extract": ("extract", "shared", "math", "out"),
     "swap-routers": ("swap-routers", "merged", "out", "--from", "code"),
+    "compose": ("compose", "moe.yml", "out"),
+    "convert": ("convert", "merged", "out", "--layout", "fused"),
+    "extract-lora": ("extract-lora", "math", "base", "out", "--rank", "2"),
+    "inspect": ("inspect", "math+adapter"),
 }
 INPUTS = (
     *("math/config.json", "code/model.safetensors", "merged/model.safetensors", "math.jsonl"),
@@ -105,7 +109,7 @@ def output_is_an_input(folder: Path, rng: random.Random) -> list[str]:
 
 def inputs_of(name: str, folder: Path) -> list[str]:
     """Return the files and folders that a command reads, and files in these folders."""
-    words = {word for part in COMMANDS[name] for word in part.split("=")}
+    words = {word for part in COMMANDS[name] for word in re.split("[=+]", part)}
     configs = [word for word in words if word.endswith(".yml")]
     for config in configs:
         words |= set(re.findall(r"[\w.]+", (folder / config).read_text()))
@@ -133,19 +137,44 @@ NAMES: tuple[bytes, ...] = (
 
 def output_names(folder: Path, rng: random.Random) -> list[str]:
     """Write to names that are long, odd, impossible, or taken by something else."""
-    (folder / "loop").symlink_to("loop")
-    (folder / "dangling").symlink_to("nowhere")
-    (folder / "empty").mkdir()
-    (folder / "link").symlink_to("empty")
-    os.mkfifo(folder / "fifo")
-    (folder / "file").write_text("mine\n")
-    name = os.fsdecode(rng.choice(NAMES))
+    name = _odd_name(folder, rng)
     if rng.random() < 0.75:
         arguments = command(writing_command(rng), out=name)
     else:
         flag = rng.choice(list(FLAGS))
         arguments = [*command(rng.choice(FLAGS[flag])), flag, name]
     return [*arguments, *(["--overwrite"] if rng.random() < 0.5 else [])]
+
+
+def _odd_name(folder: Path, rng: random.Random) -> str:
+    """Return one of the names, after making what some of them refer to."""
+    (folder / "loop").symlink_to("loop")
+    (folder / "dangling").symlink_to("nowhere")
+    (folder / "empty").mkdir()
+    (folder / "link").symlink_to("empty")
+    os.mkfifo(folder / "fifo")
+    (folder / "file").write_text("mine\n")
+    return os.fsdecode(rng.choice(NAMES))
+
+
+def input_names(folder: Path, rng: random.Random) -> list[str]:
+    """Replace the path of an input, in the arguments or in the config, by an odd name."""
+    name = any_command(rng)
+    arguments = command(name)
+    odd = _odd_name(folder, rng)
+    paths = inputs_of(name, folder)
+    configs = [folder / part for part in arguments if part.endswith(".yml")]
+    if configs and rng.random() < 0.6:
+        text = configs[0].read_text()
+        old = rng.choice([word for word in re.findall(r"[\w.]+", text) if word in paths])
+        new = json.dumps(rng.choice((odd, f"{odd}\0", f"math+{odd}", f"{odd}/x", f"~{odd}")))
+        configs[0].write_text(re.sub(rf"(?<=[:,[] ){re.escape(old)}\b", lambda _: new, text))
+        return arguments
+    words = [n for n, part in enumerate(arguments) if set(re.split("[=+]", part)) & set(paths)]
+    at = rng.choice(words)
+    head, separator, _ = arguments[at].partition("=")
+    arguments[at] = f"{head}={odd}" if separator else rng.choice((odd, f"math+{odd}", f"{odd}/x"))
+    return arguments
 
 
 LEFT = (
@@ -473,6 +502,7 @@ def odd_flags(folder: Path, rng: random.Random) -> list[str]:
 SITUATIONS: Mapping[str, Situation] = {
     "outputs that are inputs": output_is_an_input,
     "names of outputs": output_names,
+    "names of inputs": input_names,
     "links in the way": links_in_the_way,
     "other kinds of files": other_kinds_of_files,
     "contradicting configs": contradicting_configs,

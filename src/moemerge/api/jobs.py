@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -319,7 +320,7 @@ def make_data(
 def check_recipes(loaded: LoadedConfig) -> None:
     """Refuse contradictory recipes, and recipes with missing files, before any work."""
     for file, wanted in loaded.texts.items():
-        if Path(file).exists():
+        if os.path.exists(file):
             continue
         from moemerge.data.job import check_request
 
@@ -332,7 +333,7 @@ def check_recipes(loaded: LoadedConfig) -> None:
 def make_texts(loaded: LoadedConfig, progress: Progress) -> None:
     """Generate the text that a config has recipes for. An existing file is used unchanged."""
     for file, wanted in loaded.texts.items():
-        if Path(file).exists():
+        if os.path.exists(file):
             progress.note(f"{file} is there and used as it is; without it, it is made anew")
             continue
         from moemerge.data.run import run_data

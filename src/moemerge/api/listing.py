@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -28,7 +29,7 @@ def inspect(model: str | Path) -> Description:
 def verify(folder: str | Path) -> Verification:
     """Compare the files of a folder that moemerge has written with the checksums in its report."""
     path = Path(folder).expanduser()
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise UsageError(
             f"{folder} is not a folder", hint="name a folder that moemerge has written"
         )
@@ -142,12 +143,12 @@ def load_plugin(path: str | Path) -> None:
     Its functions can also verify answers: those of `judge.py` as `verify="judge:FUNCTION"`.
     """
     file = Path(path)
-    if not file.is_file() or file.suffix != ".py":
-        what = "is no Python file (.py)" if file.exists() else "does not exist"
+    if not os.path.isfile(file) or file.suffix != ".py":
+        what = "is no Python file (.py)" if os.path.exists(file) else "does not exist"
         raise UsageError(f"the plugin {path} {what}", hint=_ADVICE)
     name = file.stem
     origin = _origin(name)
-    if origin is not None and not (Path(origin).exists() and file.samefile(origin)):
+    if origin is not None and not (os.path.exists(origin) and file.samefile(origin)):
         raise UsageError(
             f"the plugin {path} has the name of another module, {name!r}", hint="rename the file"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -124,7 +125,7 @@ def _merge(
     on_one_machine("merge")
     # Plan before models are run for hours. Rank 0 checks OUT.
     job = merging.plan_merge(loaded, settings, out if leads() else None)
-    if not all(Path(file).exists() for file in loaded.texts):
+    if not all(os.path.exists(file) for file in loaded.texts):
         alone("making the text that a config has recipes for")
     make_texts(loaded, progress)
     ranks = SINGLE

@@ -6,6 +6,7 @@ editors and type checkers read.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -243,6 +244,6 @@ def _measured(both: BeforeAndAfter, progress: Progress, ranks: Ranks) -> Diagnos
     ranks.barrier()  # rank 0 has written OUT by then
     domains = (*both.text.domains, *both.text.check)
     fewest = min(len(domain.holdout or domain.rows) for domain in domains)
-    if ranks.all_agree(both.out.is_dir() and fewest >= ranks.count):
+    if ranks.all_agree(os.path.isdir(both.out) and fewest >= ranks.count):
         return both.measure(progress, ranks)
     return both.measure(progress, SINGLE) if ranks.leads else None

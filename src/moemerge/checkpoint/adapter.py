@@ -9,6 +9,7 @@ keys of the inner ones.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -139,7 +140,7 @@ def open_adapter(folder: Path) -> Adapter:
     """Read settings and headers. Refuse adapters that do not add low-rank matrices."""
     config = read_object(folder / CONFIG, f"a PEFT adapter folder has an {CONFIG}")
     settings = _settings(config, folder / CONFIG)
-    weights = next((folder / n for n in ADAPTER_WEIGHTS if (folder / n).exists()), None)
+    weights = next((folder / n for n in ADAPTER_WEIGHTS if os.path.exists(folder / n)), None)
     if weights is None:
         raise CheckpointError(
             f"{folder} has no adapter weights, expected {' or '.join(ADAPTER_WEIGHTS)}",

@@ -32,7 +32,7 @@ TensorFile = SafetensorsFile | PickledFile  # reading is thread-safe
 
 def config_hint(folder: Path) -> str:
     """Return the hint for a folder without a model."""
-    if (folder / "adapter_config.json").exists():
+    if os.path.exists(folder / "adapter_config.json"):
         return f"{folder} is a PEFT adapter; name it with its model: BASE+{folder}"
     gguf = next((path.name for path in sorted(folder.glob("*.gguf"))), None)
     if gguf is not None:
@@ -66,15 +66,18 @@ def open_folder(folder: Path) -> tuple[tuple[TensorFile, ...], dict[str, TensorF
 
 def _index_path(folder: Path) -> Path | None:
     for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED_SINGLE)):
-        if (folder / index).exists():
-            if (folder / single).exists() and single not in _read_index(folder / index).values():
+        if os.path.exists(folder / index):
+            if (
+                os.path.exists(folder / single)
+                and single not in _read_index(folder / index).values()
+            ):
                 raise CheckpointError(
                     f"{folder} holds {single} and also {index}, which does not name it; "
                     "it is unclear which of the two is the model",
                     hint="remove (or move away) the one that is out of date",
                 )
             return folder / index
-        if (folder / single).exists():
+        if os.path.exists(folder / single):
             return None
         if index == INDEX and any(_loose(folder, "*.safetensors")):
             return None
@@ -82,14 +85,14 @@ def _index_path(folder: Path) -> Path | None:
 
 
 def _loose(folder: Path, pattern: str) -> list[str]:
-    names = (p.name for p in folder.glob(pattern) if p.is_file())
+    names = (p.name for p in folder.glob(pattern) if os.path.isfile(p))
     return sorted(name for name in names if name not in ADAPTER_WEIGHTS)
 
 
 def _weight_files(folder: Path) -> list[str]:
     """Return the weight files of a folder without an index: `model.safetensors`, or all."""
     for single, pattern in ((SINGLE, "*.safetensors"), (PICKLED_SINGLE, "pytorch_model*.bin")):
-        if (folder / single).exists():
+        if os.path.exists(folder / single):
             return [single]
         names = _loose(folder, pattern)
         if names:
@@ -273,7 +276,7 @@ def copied_files(inner: Path, folder: Path, wanted: Callable[[str], bool]) -> li
     homes = [root]
     if root.parent.name == "snapshots":
         homes.append(root.parent.parent / "blobs")
-    files = [path for path in inner.iterdir() if path.is_file() and wanted(path.name)]
+    files = [path for path in inner.iterdir() if os.path.isfile(path) and wanted(path.name)]
     for path in files:
         real = Path(os.path.realpath(path))
         if not any(real.is_relative_to(home) for home in homes):
@@ -288,6 +291,6 @@ def copied_files(inner: Path, folder: Path, wanted: Callable[[str], bool]) -> li
 def folder_files(folder: Path, name: str) -> dict[str, Path]:
     """Return the plain files directly inside a subfolder, by their name relative to `folder`."""
     inner = folder / name
-    if not inner.is_dir():
+    if not os.path.isdir(inner):
         return {}
     return {f"{name}/{p.name}": p for p in copied_files(inner, folder, lambda _: True)}

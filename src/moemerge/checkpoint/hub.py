@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
@@ -117,7 +118,7 @@ def fetch_data(repo: str, revision: str | None, pattern: str) -> list[Path]:
             f"{repo} is not a file here and cannot be fetched from the hub: {error}",
             hint="check the path and the connection (is HF_HUB_OFFLINE set?)",
         ) from error
-    names = (path for path in folder.rglob("*") if path.is_file())
+    names = (path for path in folder.rglob("*") if os.path.isfile(path))
     matching = [path for path in names if fnmatch(path.relative_to(folder).as_posix(), pattern)]
     return sorted(path for path in matching if path.name.lower().endswith(TEXT_SUFFIXES))
 

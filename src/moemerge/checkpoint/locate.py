@@ -60,9 +60,9 @@ def hub_ids(model: str) -> list[str]:
 def similar(folder: Path) -> str:
     """Return `, did you mean ...?` with a sibling of a missing folder, or nothing."""
     parent = folder.absolute().parent
-    if not parent.is_dir() or not os.access(parent, os.R_OK | os.X_OK):
+    if not os.path.isdir(parent) or not os.access(parent, os.R_OK | os.X_OK):
         return ""
-    return did_you_mean(folder.name, [p.name for p in parent.iterdir() if p.is_dir()])
+    return did_you_mean(folder.name, [p.name for p in parent.iterdir() if os.path.isdir(p)])
 
 
 _DATA_SET: Final = re.compile(

@@ -92,7 +92,7 @@ def _check_writable(out: Path, target: Path) -> None:
     parent = target if os.path.ismount(target) else target.parent
     while not os.path.exists(parent):
         parent = parent.parent
-    if not parent.is_dir():
+    if not os.path.isdir(parent):
         raise CheckpointError(
             f"the output {out} cannot be made: {parent} is a file", hint=_ADVICE[errno.ENOTDIR]
         )
@@ -144,7 +144,7 @@ def _check_replaceable(out: Path, target: Path, overwrite: bool | None) -> None:
 
 def _may_be_replaced(path: Path) -> bool:
     """Return whether an entry belongs to a model folder and may be deleted with it."""
-    if path.is_dir() and not path.is_symlink():
+    if os.path.isdir(path) and not os.path.islink(path):
         return path.name in _KNOWN_FOLDERS
     name = path.name.lower()
     return is_weights(name) or is_companion(name) or name in _OF_A_MODEL
@@ -202,7 +202,7 @@ def _restore(target: Path) -> None:
     Move the old model back, or finish its removal if the new one is in place.
     """
     pattern = rf"\.{re.escape(target.name)}\.replaced-(\d+)-[0-9a-f]{{8}}"
-    for path in target.parent.iterdir() if target.parent.is_dir() else ():
+    for path in target.parent.iterdir() if os.path.isdir(target.parent) else ():
         match = re.fullmatch(pattern, path.name)
         if match is None or is_alive(int(match[1])):
             continue
@@ -242,7 +242,7 @@ class OutputFolder:
                 raise
 
     def _make_parents(self) -> None:
-        missing = [p for p in self._target.parents if not p.exists()]
+        missing = [p for p in self._target.parents if not os.path.exists(p)]
         for parent in reversed(missing):
             parent.mkdir(exist_ok=True)
             self._made.append(parent)
@@ -404,7 +404,7 @@ def temporary_sibling(out: Path) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(out))
     folder = hidden_folder(out, "partial")
-    made = [p for p in target.parents if not p.exists()]
+    made = [p for p in target.parents if not os.path.exists(p)]
     try:
         with writing(out):
             folder.mkdir(parents=True)

@@ -296,11 +296,11 @@ class _PatchedCopy:
             if name not in self._copies:
                 self._adopt(file.path, self._place(name))
         others = other_files(self._source)
-        if (self._source.path / INDEX).exists():
+        if os.path.exists(self._source.path / INDEX):
             others[INDEX] = self._source.path / INDEX
         for name, path in others.items():
             target = self._place(name)
-            if not target.exists():
+            if not os.path.exists(target):
                 copy_file(path, target)
 
     def _adopt(self, source: Path, target: Path) -> None:

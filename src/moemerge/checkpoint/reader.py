@@ -328,7 +328,7 @@ class AdaptedCheckpoint(Checkpoint):
     @property
     def tokenizer_folder(self) -> Path:
         """Return the adapter's folder if it has a tokenizer, which may have added tokens."""
-        own = (self.adapter.path / "tokenizer.json").is_file()
+        own = os.path.isfile(self.adapter.path / "tokenizer.json")
         return self.adapter.path if own else self.path
 
     def companions(self) -> dict[str, Path]:

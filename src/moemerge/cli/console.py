@@ -158,7 +158,7 @@ def is_stream(path: Path) -> bool:
     """Return whether this is a pipe or a device, also if it is redirected to a file."""
     device = path.absolute().parent in (Path("/dev"), Path("/dev/fd"))
     # With a name that is too long, `Path.exists` raises.
-    return device or (os.path.exists(path) and not path.is_file() and not path.is_dir())
+    return device or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 # Seconds between two lines of progress if stderr is not a terminal.
@@ -282,7 +282,7 @@ GOES_ON = "the same command continues with the finished work"
 
 def waiting(path: Path, words: str) -> Callable[[], str | None]:
     """Return a callback for `interruptible`: the message if `path` exists and can be resumed."""
-    return lambda: words if path.exists() else None
+    return lambda: words if os.path.exists(path) else None
 
 
 @contextmanager

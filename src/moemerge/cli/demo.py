@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -150,8 +151,8 @@ def _stacked(cells: Sequence[str]) -> str:
 def _clear(folder: Path) -> None:
     """Empty the folder of an earlier demo; refuse any other folder that has files."""
     marker = folder / MARKER
-    if folder.exists() and any(folder.iterdir()):
-        if not marker.exists():
+    if os.path.exists(folder) and any(folder.iterdir()):
+        if not os.path.exists(marker):
             raise UsageError(
                 f"{folder} exists and is not a demo folder", hint="choose another folder"
             )

@@ -71,7 +71,7 @@ def _check_outside(folder: Path, inputs: list[Path]) -> None:
     """Refuse an output folder with an input file in it. Models are compared by the job."""
     for path in inputs:
         place = Path(os.path.realpath(path))
-        if path.is_file() and place.is_relative_to(os.path.realpath(folder)):
+        if os.path.isfile(path) and place.is_relative_to(os.path.realpath(folder)):
             raise UsageError(
                 f"the input {path} is inside the output {folder}, which replaces all its files",
                 hint="copy it elsewhere, or choose another output",
@@ -85,7 +85,7 @@ def _inputs(name: str, value: Any) -> Iterator[Path]:
             if not _is_input(path):
                 continue
             yield path
-            if path.is_file() and (name in _CONFIGS or path.suffix in _YAML):
+            if os.path.isfile(path) and (name in _CONFIGS or path.suffix in _YAML):
                 documents = read_documents(path)[1]
                 for inner in _texts([document.data for document in documents]):
                     # Paths of a study start from its file.
@@ -105,7 +105,4 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _is_input(path: Path) -> bool:
     """Return whether this is a file or a model folder. Other words may be names of folders, too."""
-    try:
-        return path.is_file() or any((path / name).exists() for name in _OF_A_MODEL)
-    except (OSError, ValueError):
-        return False
+    return os.path.isfile(path) or any(os.path.exists(path / name) for name in _OF_A_MODEL)

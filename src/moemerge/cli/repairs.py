@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -136,7 +137,7 @@ def remaining_work(out_folder: Path) -> Callable[[], str | None]:
     unfinished, before = (journal_path(out_folder), saved_path(out_folder)), _inode(out_folder)
 
     def remaining() -> str | None:
-        if any(folder.exists() for folder in unfinished):
+        if any(os.path.exists(folder) for folder in unfinished):
             return GOES_ON
         if _inode(out_folder) not in (None, before):
             return f"{out_folder} is complete; only figures, page or upload are missing"

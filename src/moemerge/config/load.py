@@ -6,6 +6,7 @@ faults too; `lenient` turns exactly those into warnings and removes them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
@@ -93,7 +94,7 @@ class LoadedConfig:
 
     def existing(self, data: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         """Return `data` without the text that is still to be generated."""
-        made = {file for file in self.texts if not FilePath(file).exists()}
+        made = {file for file in self.texts if not os.path.exists(file)}
         return {name: files for name, files in data.items() if made.isdisjoint(files)}
 
     @property

@@ -149,6 +149,19 @@ def _syntax_error(error: yaml.YAMLError, where: str) -> ConfigError:
     return ConfigError(f"{place}: not valid YAML: {said}", hint=hint)
 
 
+def _check_text(node: yaml.ScalarNode) -> None:
+    """Refuse text that no file name and no report can contain; join surrogates, as JSON does."""
+    fault = "a NUL character (\\0)" if "\0" in node.value else None
+    try:
+        node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        fault = "half a character (a lone surrogate)"
+    if fault is not None:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"{fault} is not allowed in a config", node.start_mark
+        )
+
+
 class _Builder:
     """Converts the node tree to plain data, and notes lines and duplicate keys."""
 
@@ -178,6 +191,7 @@ class _Builder:
                 None, None, f"the tag {node.tag!r} is not allowed in a config", node.start_mark
             )
         if isinstance(node, yaml.ScalarNode):
+            _check_text(node)
             try:
                 return self.scalars.construct_object(node)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -221,6 +235,7 @@ class _Builder:
             raise yaml.constructor.ConstructorError(
                 None, None, "a key must be a single word", node.start_mark
             )
+        _check_text(node)
         if node.tag != f"{_TAG}str":
             self.note((*path, node.value), f"this key is read as {node.tag.removeprefix(_TAG)}, "
                       f"not as text: put it in quotes")  # fmt: skip

@@ -153,7 +153,7 @@ def check_request(request: DataRequest) -> None:
         )
     if settings.completions is not None:
         # An unfinished run may have written it.
-        overwrite = request.overwrite or completions_path(request.out).exists()
+        overwrite = request.overwrite or os.path.exists(completions_path(request.out))
         check_output_file(settings.completions, FileKind.ROWS, overwrite=overwrite, inputs=inputs)
         if os.path.realpath(settings.completions) == os.path.realpath(request.out):
             raise UsageError(f"completions and rows would both be written to {request.out}")

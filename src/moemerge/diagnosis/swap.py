@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,13 +110,13 @@ def _provenance(folder: Path, report: SwapReport) -> dict[str, bytes]:
     words = f"The routers of layers {layers} are those of `{report.routers_of}`"
     document = report_document(__version__, swap=report.to_json())
     files = {REPORT_NAME: report_bytes(document)}
-    if (folder / CARD_NAME).is_file():
+    if os.path.isfile(folder / CARD_NAME):
         made = f"put there by `moemerge swap-routers` {__version__}; all other statements here hold"
         section = f"{words}, {made} of `{report.model}`, from which all other tensors come."
         files[CARD_NAME] = (
             _text(folder / CARD_NAME) + f"\n## Swapped routers\n\n{section}\n".encode()
         )
-    if (folder / CONFIG_NAME).is_file():
+    if os.path.isfile(folder / CONFIG_NAME):
         files[CONFIG_NAME] = f"# {words} (moemerge swap-routers).\n".encode() + _text(
             folder / CONFIG_NAME
         )

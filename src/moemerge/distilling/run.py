@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -334,7 +335,7 @@ class TrainingStates:
     def load(self, trainer: Trainer) -> tuple[Progressed | None, torch.optim.Optimizer]:
         """Return the last state and its optimiser, and set the student's weights to it."""
         latest = self._ranks.broadcast_object(None if self._saved is None else self._saved.latest())
-        if latest is None or not (latest / self._file).exists():
+        if latest is None or not os.path.exists(latest / self._file):
             return None, trainer.optimiser(0.0)
         stored = torch.load(latest / self._file, map_location="cpu", weights_only=True)
         state = Progressed.from_json(stored["state"], stored["best"] or stored["weights"])

@@ -6,6 +6,7 @@ teacher. The student reads the stored distributions while it trains.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ def run_teacher(
     progress: Progress,
 ) -> TeacherRows:
     """Fill `folder` with the teacher's distributions on the domain, unless it holds them."""
-    if not (folder / COMPLETE).exists():
+    if not os.path.exists(folder / COMPLETE):
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             _fill(teacher, domain, folder, stream, min(k, vocabulary), vocabulary, progress)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -86,7 +87,7 @@ class CompletionIndex:
 
     def written(self) -> float:
         """Return when a completion was last added; 0 if the file is missing."""
-        return self.completions.stat().st_mtime if self.completions.exists() else 0.0
+        return self.completions.stat().st_mtime if os.path.exists(self.completions) else 0.0
 
     @classmethod
     def of(cls, out: Path, model: str, made_by: Mapping[str, Any]) -> CompletionIndex:
@@ -99,7 +100,7 @@ class CompletionIndex:
         path = (
             known[0] if known else folder / f"{file_name(display_names([model])[0])}-{digest}.json"
         )
-        tasks = cls.read(path).tasks if path.exists() else {}
+        tasks = cls.read(path).tasks if os.path.exists(path) else {}
         return cls(path, model, made_by, tasks)
 
     @classmethod
@@ -219,7 +220,7 @@ def _effort(job: EvaluationJob, asked: PromptedModel) -> RemainingWork:
         common = made_by(asked.model, settings)
         index = CompletionIndex.of(job.out, str(asked.model), common)
         known: set[tuple[str, int]] = set()
-        if index.completions.exists():
+        if os.path.exists(index.completions):
             with CompletionJournal(index.completions, index.made_by) as journal:
                 known = journal.finished()
         for line in (line for task in tasks for line in asked.tokens[task.name]):
@@ -295,7 +296,7 @@ def _recalled(
     answered = {}
     for place, (settings, tasks) in enumerate(_groups(job)):
         index = indexes.get(place)
-        if index is None or not index.completions.exists():
+        if index is None or not os.path.exists(index.completions):
             raise _missing(job, label, tasks[0], len(tasks[0].problems) * settings.samples)
         with CompletionJournal(index.completions, index.made_by) as journal:
             for task in tasks:

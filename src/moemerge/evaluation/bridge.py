@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -221,7 +222,7 @@ def _tasks(names: Sequence[str]) -> tuple[Any, list[Any]]:
 
     files = [Path(name) for name in names if name.lower().endswith(TASK_SUFFIXES)]
     for file in files:
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise DataError(f"no such task file {file}")
     plain = [name for name in names if Path(name) not in files]
     with _quiet():

@@ -44,7 +44,7 @@ class BenchmarkTask:
         if source is None:
             return None
         beside = self.file.parent / os.path.expanduser(source)
-        return str(beside) if beside.is_file() else source
+        return str(beside) if os.path.isfile(beside) else source
 
 
 def task_names() -> list[str]:
@@ -173,7 +173,7 @@ def _check(request: EvaluationRequest) -> None:
             f"{len(labels)} models, but a server runs one",
             hint="evaluate them one by one into the same `out`; `rescore=True` then compares all",
         )
-    if request.output.out.exists() and not request.output.out.is_dir():
+    if os.path.exists(request.output.out) and not os.path.isdir(request.output.out):
         raise UsageError(f"{request.output.out} is a file, expected a folder to keep answers in")
 
 

@@ -153,7 +153,7 @@ def write_cards(report: EvaluationReport) -> list[Path]:
     written = []
     for name, model in report.models.items():
         path = Path(os.path.expanduser(model)) / CARD_NAME
-        text = path.read_text("utf-8") if path.exists() else f"# {name}\n"
+        text = path.read_text("utf-8") if os.path.exists(path) else f"# {name}\n"
         write_whole(path, with_index(text, model_index(report, name)).encode())
         update_checksum(path)
         written.append(path)

@@ -164,7 +164,7 @@ def _is_there(node: StudyNode, folder: Path) -> bool:
         return is_here(node.values["model"])
     if node.kind == "text":
         return os.path.exists(node.values["file"])
-    return (folder / node.slug).exists()
+    return os.path.exists(folder / node.slug)
 
 
 def largest_model(plan: StudyPlan) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +71,7 @@ class StudyBench:
     def make(self, node: StudyNode) -> None:
         """Make a node whose parents exist, unless it exists too."""
         out = Path(self.path(node))
-        if out.exists():
+        if os.path.exists(out):
             return
         out.parent.mkdir(parents=True, exist_ok=True)
         makers: dict[str, Callable[[StudyNode, Path], None]] = {

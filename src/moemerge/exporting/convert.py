@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -205,7 +206,7 @@ def _add_companions(model: OpenModel, report: ConvertReport, writer: CheckpointW
     for name, path in checkpoint.companions().items():
         writer.add_file(path, name)
     for name in (CARD_NAME, CONFIG_NAME):
-        if (checkpoint.path / name).is_file():
+        if os.path.isfile(checkpoint.path / name):
             writer.add_file(checkpoint.path / name)
     earlier = earlier_report(checkpoint.path)
     parts = {n: part for n, part in earlier.items() if isinstance(part, dict)}

@@ -6,6 +6,7 @@ window (sliding windows, linear attention, convolutions) generate in padded batc
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,7 +242,7 @@ def end_tokens(
 ) -> frozenset[int]:
     """Return all end tokens of the generation config, the config and the tokenizer."""
     named: list[Any] = [model.config.get_text_config().eos_token_id, tokenizer.eos_token_id]
-    if (folder / "generation_config.json").exists():
+    if os.path.exists(folder / "generation_config.json"):
         named.append(GenerationConfig.from_pretrained(str(folder)).eos_token_id)
     ends: set[int] = set()
     for value in named:

@@ -91,7 +91,7 @@ class JournalFolder:
         self.locked = False  # by this run
         self._descriptor: int | None = None  # None on a file system without locks
         self._made: list[Path] = []  # parents of OUT that did not exist
-        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        if os.path.islink(folder) or (os.path.exists(folder) and not os.path.isdir(folder)):
             raise CheckpointError(
                 f"{folder} is not a moemerge folder, and unfinished work would be stored there",
                 hint="remove it, or choose another output folder",
@@ -99,7 +99,7 @@ class JournalFolder:
 
     def lock(self) -> bool:
         """Lock an existing folder, and return whether it exists."""
-        if not self.folder.exists():
+        if not os.path.exists(self.folder):
             return False
         self._take_lock()
         return True
@@ -109,7 +109,7 @@ class JournalFolder:
         if self.locked:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.close()
-        for parent in reversed([p for p in self.folder.parents if not p.exists()]):
+        for parent in reversed([p for p in self.folder.parents if not os.path.exists(p)]):
             parent.mkdir(exist_ok=True)
             self._made.append(parent)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -109,7 +110,7 @@ class FollowingOutput(Output):
         nothing: tuple[list[Entry], str | None] = [], None
         self.entries, folder = self._ranks.broadcast_object(nothing)
         self.resumed = len(self.entries)
-        if not self._ranks.all_agree(folder is None or Path(folder).is_dir()):
+        if not self._ranks.all_agree(folder is None or os.path.isdir(folder)):
             self.entries = self._ranks.broadcast_object([])  # with their tensors
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def _resolved_config(
     """
     written = merged.checkpoint.path / CONFIG_NAME
     needed = dict(earlier.get("merge", {}).get("settings", {}))
-    if request.temporary and written.is_file():
+    if request.temporary and os.path.isfile(written):
         text = read_utf8(written)
         if report.repair.key in read_yaml(text, str(written)).data:  # not after `prune --repair`
             return text, as_flags(needed)
@@ -116,7 +117,7 @@ def _card(
     `flags` are None if no config makes the model again, since rows came from memory.
     """
     repair = report.repair
-    if "merge" not in earlier and written.is_file():
+    if "merge" not in earlier and os.path.isfile(written):
         old = read_file(written).decode("utf-8", "replace").rstrip("\n")
         made = (
             f"{repair.card_done} with [moemerge](https://pypi.org/project/moemerge/) {__version__}."

@@ -89,7 +89,7 @@ def _sizes(state: Path) -> dict[str, int]:
     return {
         str(path.relative_to(state)): path.stat().st_size
         for path in sorted(state.rglob("*"))
-        if path.is_file() and path != state / COMPLETE
+        if os.path.isfile(path) and path != state / COMPLETE
     }
 
 

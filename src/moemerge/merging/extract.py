@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -127,14 +128,14 @@ def _require_parts(
 ) -> None:
     """Refuse parts of another model or merge, changed ones, and changed merged weights."""
     report = shared.checkpoint.path / REPORT_NAME
-    merge = read_object(report).get("merge") if report.exists() else None
+    merge = read_object(report).get("merge") if os.path.exists(report) else None
     stated = merge.get("tasks") if isinstance(merge, dict) else None
     if (stated and stated != manifest) or digest not in (None, file_digest(file)):
         raise CheckpointError(
             f"{file.parent} is not what this merge wrote: it is of another model, or was changed",
             hint="restore it, or make the merge again",
         )
-    if report.exists() and CHECKSUMS in read_object(report):
+    if os.path.exists(report) and CHECKSUMS in read_object(report):
         files = verify_checksums(shared.checkpoint.path).changed
         changed = [name for name in files if is_weights(name) and "/" not in name]
         if changed:
@@ -149,7 +150,7 @@ def _companions(checkpoint: Checkpoint, report: ExtractReport) -> dict[str, byte
     """Return a report and a card that describe the extracted model instead of the merge."""
     document = report_document(__version__, extract=report.to_json())
     config = checkpoint.path / CONFIG_NAME
-    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    text = config.read_text(encoding="utf-8") if os.path.isfile(config) else ""
     card = model_card(
         title=Path(report.output).name,
         summary=f"The model `{report.task}`, taken out of `{report.shared}` ({report.keep}).",

@@ -179,7 +179,7 @@ def _free_memory(device: torch.device) -> int:
 
 def _meminfo() -> list[str]:
     path = Path("/proc/meminfo")
-    return path.read_text().splitlines() if path.exists() else []
+    return path.read_text().splitlines() if os.path.exists(path) else []
 
 
 def free_disk(folder: Path) -> int:

@@ -36,7 +36,10 @@ def open_plain(path: Path) -> int:
     Raises OSError, also for pipes, devices and folders, which would block, never end, or fail
     later.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"its name cannot be used: {error}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(0, "it is not a regular file")
@@ -138,7 +141,7 @@ def make_folder(out: Path, *parts: str) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         for part in parts:
             folder = folder / part
-            if folder.is_symlink():
+            if os.path.islink(folder):
                 raise OSError(errno.ELOOP, "it is a symbolic link")
             folder.mkdir(exist_ok=True)
     except OSError as error:

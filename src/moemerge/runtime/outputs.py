@@ -58,9 +58,9 @@ def check_output_file(
     parent = out.absolute().parent
     fault = (
         "it is a folder"
-        if out.is_dir()
+        if os.path.isdir(out)
         else f"there is no folder {parent}"
-        if not parent.is_dir()
+        if not os.path.isdir(parent)
         else f"{parent} is not writable"
         if not os.access(parent, os.W_OK | os.X_OK)
         else None
@@ -145,7 +145,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _holds(folder: Path, identity: tuple[int, int] | None) -> bool:
     """Return whether a file in this folder has that identity: a hard link."""
-    if identity is None or not folder.is_dir():
+    if identity is None or not os.path.isdir(folder):
         return False
     try:
         return any(_identity(path) == identity for path in folder.iterdir())

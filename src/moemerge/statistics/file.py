@@ -7,6 +7,7 @@ same in every on-disk layout of a model.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,7 @@ class Statistics:
     def open(cls, path: str | Path) -> Statistics:
         """Read the header. Refuse a truncated file, and one without statistics."""
         path = Path(path)
-        if path.is_dir():
+        if os.path.isdir(path):
             raise CheckpointError(
                 f"{path} is a folder, expected a file of statistics", hint=_MAKE_AGAIN
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,7 +109,7 @@ def tokenizer_fingerprint(folder: Path) -> str | None:
     For a tokenizer.json it covers the vocabulary and the added tokens, not the formatting.
     """
     whole = folder / "tokenizer.json"
-    if whole.is_file():
+    if os.path.isfile(whole):
         content = read_file(whole, raises=TokenizerError)
         try:
             parsed = json.loads(content)
@@ -119,7 +120,7 @@ def tokenizer_fingerprint(folder: Path) -> str | None:
             pass  # unknown format: hash the bytes
         return hashlib.sha256(content).hexdigest()
     for pattern in _VOCABULARIES:
-        files = sorted(path for path in folder.glob(pattern) if path.is_file())
+        files = sorted(path for path in folder.glob(pattern) if os.path.isfile(path))
         if files:
             return hashlib.sha256(b"".join(map(read_file, files))).hexdigest()
     return None

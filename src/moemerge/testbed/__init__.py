@@ -7,6 +7,7 @@ manifest. `python -m evidence train` in the repository trains such sets.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -50,7 +51,7 @@ def open_set(folder: str | Path) -> TrainedSet:
         manifest=manifest,
     )
     for path in (trained.base, *trained.models.values(), *trained.data.values()):
-        if not path.exists():
+        if not os.path.exists(path):
             raise CheckpointError(f"the set of models {folder} is incomplete: {path} is missing")
     return trained
 
@@ -58,7 +59,7 @@ def open_set(folder: str | Path) -> TrainedSet:
 def bundled_set() -> TrainedSet:
     """Return the bundled base and its specialists for math, code and chat."""
     folder = resources.files("moemerge.testbed").joinpath(BUNDLE)
-    if not isinstance(folder, Path) or not folder.is_dir():
+    if not isinstance(folder, Path) or not os.path.isdir(folder):
         raise CheckpointError(
             f"the bundled specialists are missing: {folder} does not exist",
             hint="reinstall the package",

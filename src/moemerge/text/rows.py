@@ -88,13 +88,13 @@ class Conversation:
 def check_file(path: Path, where: str = "") -> None:
     """Check that a file exists and has a known format; errors begin with `where`."""
     hint = f"use {', '.join(TEXT_SUFFIXES)}, or /dev/stdin"
-    if path.is_dir():
+    if os.path.isdir(path):
         raise DataError(f"{where}{path} is a folder, expected a file of text", hint=hint)
     if is_pipe(path):
         return
     if not path.name.lower().endswith(TEXT_SUFFIXES):
         raise DataError(f"{where}{path} is of an unknown kind {path.suffix!r}", hint=hint)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise DataError(f"{where}no such file {path}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def _check_keys(folder: Path, hint: str) -> None:
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"):
         path = folder / name
-        if not path.exists():
+        if not os.path.exists(path):
             continue
         text = read_utf8(path, hint, TokenizerError)
         # In a large file, only the tokens that are listed one by one: a vocabulary may contain odd

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -56,7 +57,7 @@ class Tuner(SFTTrainer):  # type: ignore[misc,unused-ignore]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         file = Path(resume_from_checkpoint) / TRAINED
-        if not file.exists():
+        if not os.path.exists(file):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         saved: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)

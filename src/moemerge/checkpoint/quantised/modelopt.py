@@ -6,6 +6,7 @@ NVFP4: `X.weight` holds two four-bit floats per byte, `X.weight_scale` an eight-
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +32,7 @@ _CODES: Final = (Dtype.UINT8, Dtype.FLOAT8_E4M3FN)
 
 def section_of(folder: Path) -> dict[str, Any]:
     """Return a quantization_config from the file that older versions write instead of it."""
-    if not (folder / FILE).is_file():
+    if not os.path.isfile(folder / FILE):
         return {}
     stated = read_object(folder / FILE, "fetch it again").get("quantization")
     if not isinstance(stated, Mapping):

@@ -8,6 +8,7 @@ appended in the same way.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,7 @@ def read_vocabulary(folder: Path, label: str) -> Vocabulary:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return a JSON object, or None if there is no such file."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         return None
     value = read_object(path, _AGAIN, TokenizerError)
     kind = _KINDS.get(path.name)
@@ -139,7 +140,7 @@ def _is_id(value: object) -> bool:
 
 def _vocab_json(folder: Path, label: str) -> dict[str, int]:
     vocab = read_json(folder / "vocab.json")
-    if vocab is not None and (folder / "merges.txt").is_file():
+    if vocab is not None and os.path.isfile(folder / "merges.txt"):
         if all(map(_is_id, vocab.values())):
             return vocab
         raise TokenizerError(f"{folder / 'vocab.json'}: expected token -> id", hint=_AGAIN)

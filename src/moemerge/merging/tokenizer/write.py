@@ -8,6 +8,7 @@ own tokens, merge rules and ids stay, so that references to ids remain valid.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
@@ -65,7 +66,7 @@ def tokenizer_files(plan: TokenizerPlan) -> dict[str, bytes]:
 def donor_files(folder: Path) -> dict[str, bytes]:
     """Return the unchanged tokenizer files of a folder."""
     candidates = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]
-    named = {p.relative_to(folder).as_posix(): p for p in sorted(candidates) if p.is_file()}
+    named = {p.relative_to(folder).as_posix(): p for p in sorted(candidates) if os.path.isfile(p)}
     return {name: p.read_bytes() for name, p in named.items() if is_tokenizer_file(name)}
 
 
@@ -273,7 +274,7 @@ FORMATS: Final = {
 def read_chat_template(folder: Path) -> str | None:
     """Return a folder's default template: the file, else the key in tokenizer_config.json."""
     path = folder / FILE
-    if path.is_file():
+    if os.path.isfile(path):
         return read_utf8(path, "download the tokenizer files again", TokenizerError)
     return _default((read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
 
