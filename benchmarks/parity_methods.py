@@ -38,9 +38,11 @@ DRIVER = """
 import sys, warnings, contextlib, io
 warnings.filterwarnings("ignore")
 import torch
+from fusion_bench import BaseModelPool
 from fusion_bench.method.emr_merging.utils import emr_merge
 from fusion_bench.method.isotropic_merging.iso_utils import iso_c, iso_cts
 from fusion_bench.method.knots.knots_utils import subspace_alignment
+from fusion_bench.method.opcm.opcm_general import OPCM
 from fusion_bench.method.singular_value_calibration.utils import (
     subspace_consistency_spectral_calibration as svc,
 )
@@ -49,6 +51,13 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import (
     compute_and_sum_svd_mem_reduction as tsv,
 )
 from fusion_bench.method.wudi.wudi import wudi_merging
+
+
+def linear(weight):
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight.data = weight.clone()
+    return torch.nn.Sequential(layer)
+
 
 source, target, threshold = sys.argv[1], sys.argv[2], float(sys.argv[3])
 results = []
@@ -60,6 +69,10 @@ for case in torch.load(source):
         found["iso_c"] = base + iso_c(named(), accelerator="cpu")["w"]
         found["iso_cts"] = base + iso_cts(named(), 0.8, accelerator="cpu")["w"]
         found["tsv"] = base + tsv(named(), accelerator="cpu")["w"]
+        pool = {f"m{i}": linear(base + v) for i, v in enumerate(vectors)}
+        opcm = OPCM(alpha=0.5, shuffle_order=False, save_on_every_step=False)
+        merged = opcm.run(BaseModelPool({"_pretrained_": linear(base), **pool}))
+        found["opcm"] = merged[0].weight.data
         steps = wudi_merging(named(), accelerator="cpu", iter_num=300)
         found["wudi, 300 steps"] = base + steps["w"]
         united, masks, scales = emr_merge(named())
@@ -164,6 +177,7 @@ def ours(models: Models) -> dict[str, Tensor]:
         "iso_c": method("iso_c", models),
         "iso_cts": method("iso_cts", models),
         "tsv": method("tsv", models),
+        "opcm": method("opcm", models),
         "wudi, 300 steps": method("wudi", models),
         "emr": emr,
         "emr, masks": masks("emr", models, emr),

@@ -1,4 +1,4 @@
-"""Methods that work on singular vectors: tsv, iso_c, iso_cts, lore, doge, and what they share."""
+"""Methods by singular vectors: tsv, iso_c, iso_cts, opcm, lore, doge, and what they share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from moemerge.architectures.roles import Role
 from moemerge.merging.methods._spectra import Spectrum, nearest_orthogonal, orthogonal_sides
 
-SPECTRAL = ["tsv", "iso_c", "iso_cts"]
+SPECTRAL = ["tsv", "iso_c", "iso_cts", "opcm"]
 SHAPES = [(12, 20), (20, 12), (16, 16)]
 
 
@@ -136,6 +136,38 @@ def test_iso_c_by_hand(merge):
     a, b = torch.tensor([[4.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [0.0, 2.0]])
     merged = merge("iso_c", [a, b], base=torch.zeros(2, 2))
     torch.testing.assert_close(merged, torch.tensor([[3.0, 0.0], [0.0, 3.0]]))
+
+
+def test_opcm_by_hand(merge):
+    """Singular values 4, 3, 1: at 50 % the first direction is protected, at 90 % the first two."""
+    first = torch.diag(torch.tensor([4.0, 3.0, 1.0]))
+    second = torch.tensor([[9.0, 5.0, 0.0], [0.0, 9.0, 7.0], [0.0, 0.0, 9.0]])
+    base, size = torch.ones(3, 3), (26**0.5 + 317**0.5) / 2  # the mean length
+    models = [base + first, base + second]
+    total = torch.tensor([[4.0, 5.0, 0.0], [0.0, 3.0, 7.0], [0.0, 0.0, 1.0]])  # no diagonal
+    merged = merge("opcm", models, base=base)
+    torch.testing.assert_close(merged, base + size / 100**0.5 * total)
+    total[0, 1] = 0.0  # couples the two protected directions
+    merged = merge("opcm", models, base=base, alpha=0.9)
+    torch.testing.assert_close(merged, base + size / 75**0.5 * total)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_opcm_against_svds_step_by_step(merge, shape):
+    """The paper's recursion, with its factor of each step, over three models."""
+    base, vectors = normal(*shape, seed=9), task_vectors(3, shape)
+    merged, factor = vectors[0], 1.0
+    for count, tau in enumerate(vectors[1:], 2):
+        u, s, vh = torch.linalg.svd(merged)
+        inside = u.T @ tau @ vh.T
+        leading = int(torch.searchsorted(s.cumsum(0) / s.sum(), 0.5))
+        inside[:leading, :leading] = 0
+        inside.fill_diagonal_(0)
+        summed = factor * merged + u @ inside @ vh
+        factor = summed.norm() / (sum(t.norm() for t in vectors[:count]) / count)
+        merged = summed / factor
+    found = merge("opcm", [base + t for t in vectors], base=base)
+    torch.testing.assert_close(found, base + merged, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", [*SPECTRAL, "doge", "wudi"])

@@ -1,4 +1,6 @@
-"""Merges of singular directions: isotropic merging (Marczak et al.) and TSV-M (Gargiulo et al.)."""
+"""Merges of singular directions: isotropic merging (Marczak et al.), TSV-M (Gargiulo et al.) and
+OPCM (Tang et al.).
+"""
 
 from __future__ import annotations
 
@@ -121,3 +123,48 @@ def tsv(
     left, right = orthogonal_sides(spectra)
     merged = (left * torch.cat([s.values for s in spectra])) @ right.T
     return (base + options.lambda_ * merged).to(base.dtype).contiguous()
+
+
+@dataclass(frozen=True)
+class OpcmOptions(SpectralOptions):
+    alpha: float = param(
+        0.5,
+        minimum=0,
+        maximum=1,
+        help="share of the singular values' sum that protected directions hold at most",
+    )
+
+
+@merge_method("opcm", base=BasePolicy.REQUIRED, per_model=NoParams, options=OpcmOptions)
+@takes("decompositions")
+def opcm(
+    inputs: Sequence[ModelTensor], base: Tensor, options: OpcmOptions, unit: UnitInfo
+) -> Tensor:
+    """Add task vectors one after another, each without its overlap with the sum so far.
+
+    With the sum so far Δ = U diag(s) Vᵀ, the next τ loses the part U M Vᵀ: M is Uᵀ τ V in the block
+    of the leading directions and on the diagonal, 0 elsewhere. The result is
+    θ_0 + λ Δ mean(‖τ_i‖) / ‖Δ‖: the paper's factors of single steps cancel.
+    """
+    if not is_linear(base, unit):
+        return merge_others(inputs, base, options)
+    vectors = changes(inputs, base)
+    if len(vectors) < 2:
+        return _plain(base, vectors, options.lambda_)
+    total = vectors[0].double()
+    for vector in vectors[1:]:
+        unit.check_stopped()
+        total = total + _without_overlap(vector.double(), Spectrum.of(total), options.alpha)
+    size = sum(float(vector.double().norm()) for vector in vectors) / len(vectors)
+    factor = options.lambda_ * size / float(total.norm())
+    return (base + factor * total).to(base.dtype).contiguous()
+
+
+def _without_overlap(tau: Tensor, known: Spectrum, alpha: float) -> Tensor:
+    """Return a task vector without its overlap with the directions of the sum so far."""
+    sums = known.values.cumsum(0)
+    leading = int((sums <= alpha * sums[-1]).sum())
+    inside = known.left.T @ tau @ known.right
+    overlap = torch.diag(inside.diagonal())
+    overlap[:leading, :leading] = inside[:leading, :leading]
+    return tau - known.left @ overlap @ known.right.T
