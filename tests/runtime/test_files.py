@@ -3,12 +3,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from moemerge.errors import CheckpointError, DataError, library_errors
+from moemerge.config.yaml_lines import read_document
+from moemerge.errors import CheckpointError, ConfigError, DataError, library_errors
+from moemerge.runtime import files
 from moemerge.runtime.files import (
     make_folder,
     parse_object,
@@ -55,6 +58,20 @@ def test_only_plain_files_are_opened(tmp_path: Path) -> None:
         read_file(tmp_path / "no\0ne")
     with pytest.raises(CheckpointError, match="more than 10 bytes"):
         read_file(tmp_path / "large", most=10)
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_needs_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "pipe.yml"
+    os.mkfifo(pipe)
+    with monkeypatch.context() as context:
+        context.setattr(files, "PIPE_SECONDS", 0.1)
+        with pytest.raises(ConfigError, match="a pipe without a writer"):
+            read_document(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("a: 1"))
+    writer.start()
+    assert read_document(pipe)[1].data == {"a": 1}
+    writer.join()
 
 
 def test_errors_of_libraries_become_ours() -> None:

@@ -16,6 +16,7 @@ import yaml
 
 from moemerge.config.faults import Fault, Path, path_text
 from moemerge.errors import ConfigError
+from moemerge.runtime.files import open_file_or_pipe
 
 MAX_BITS: Final = 14_000  # of a whole number: Python prints at most 4,300 digits
 MAX_NODES: Final = 200_000  # aliases of aliases can describe more data than memory holds
@@ -291,7 +292,7 @@ def read_documents(source: str | FilePath | Mapping[str, Any]) -> tuple[str, lis
         return _UNNAMED, read_all(source, _UNNAMED)
     where = str(source)
     try:
-        with open(source, "rb") as file:  # a pipe will do
+        with open(open_file_or_pipe(FilePath(source)), "rb") as file:
             text = file.read(_MOST_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read config {where!r}: {error.strerror}") from None

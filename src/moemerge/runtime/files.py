@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import select
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from moemerge.runtime.process import is_alive
 MOST_BYTES: Final = 2**30
 # Suffixes of text files: JSON lines, packed or not, and tables.
 TEXT_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
+PIPE_SECONDS = 20  # to wait for the writer of a pipe
 MOST_LEVELS: Final = 100  # nesting of lists and objects
 
 Raises = Callable[..., MoeMergeError]  # an error class: `raises(message, hint=...)`
@@ -36,14 +38,31 @@ def open_plain(path: Path) -> int:
     Raises OSError, also for pipes, devices and folders, which would block, never end, or fail
     later.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except ValueError as error:
-        raise OSError(errno.EINVAL, f"its name cannot be used: {error}") from error
+    fd = _open(path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(0, "it is not a regular file")
     return fd
+
+
+def open_file_or_pipe(path: Path) -> int:
+    """Open a file or a pipe for reading and wait for the pipe's writer, with a time limit."""
+    fd = _open(path)
+    if stat.S_ISFIFO(os.fstat(fd).st_mode):
+        waiting = select.poll()
+        waiting.register(fd, select.POLLIN | select.POLLHUP)
+        if not waiting.poll(1000 * PIPE_SECONDS):
+            os.close(fd)
+            raise OSError(0, "it is a pipe without a writer")
+    os.set_blocking(fd, True)
+    return fd
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"its name cannot be used: {error}") from error
 
 
 def lock_folder(folder: Path) -> int | None:

@@ -7,7 +7,6 @@ import importlib
 import itertools
 import json
 import os
-import select
 import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from moemerge.errors import DataError
 from moemerge.registry import did_you_mean
-from moemerge.runtime.files import TEXT_SUFFIXES, write_whole
+from moemerge.runtime.files import TEXT_SUFFIXES, open_file_or_pipe, write_whole
 from moemerge.runtime.progress import counted
 
 ROW_FORMATS = (
@@ -41,7 +40,6 @@ MOST_TEXT_BYTES = 2**29
 MOST_ROW_BYTES = 2**26
 MOST_TIMES = 200  # unpacked size divided by the file's
 PARQUET_ROWS = 64  # decoded at once
-PIPE_SECONDS = 20
 # Rows of a file whose format is checked before any work is done.
 CHECKED_ROWS = 100
 # Roles of ShareGPT's `from`.
@@ -174,14 +172,14 @@ def is_pipe(path: Path) -> bool:
     """Return whether this is standard input or a pipe, which contain JSON lines under any name."""
     try:
         mode = path.stat().st_mode
-    except OSError:
+    except (OSError, ValueError):
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or str(path) == "/dev/stdin"
 
 
 def _json_lines(path: Path) -> Iterator[TextRow]:
     try:
-        with open(_open_for_reading(path), "rb") as file:
+        with open(open_file_or_pipe(path), "rb") as file:
             lines: Any = file
             packed = 0
             if path.suffix.lower() == ".gz":
@@ -205,19 +203,6 @@ def _json_lines(path: Path) -> Iterator[TextRow]:
                     yield TextRow(f"{path}, row {number}", line, len(line))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip file ({error})") from error
-
-
-def _open_for_reading(path: Path) -> int:
-    """Open a file or pipe. Wait for a pipe's writer, with a time limit."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if stat.S_ISFIFO(os.fstat(fd).st_mode):
-        waiting = select.poll()
-        waiting.register(fd, select.POLLIN | select.POLLHUP)
-        if not waiting.poll(1000 * PIPE_SECONDS):
-            os.close(fd)
-            raise DataError(f"{path} is a pipe without a writer")
-    os.set_blocking(fd, True)
-    return fd
 
 
 def _parquet_rows(path: Path) -> Iterator[TextRow]:
