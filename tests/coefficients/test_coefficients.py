@@ -16,7 +16,9 @@ from moemerge.coefficients.maths import (
     Information,
     balanced_coefficients,
     falling,
+    next_token_divergence,
     next_token_entropy,
+    relative_distance,
     transfer,
 )
 from moemerge.config.coefficients import read_coefficients
@@ -142,6 +144,47 @@ def test_adamerging_lowers_the_entropy_of_a_real_merge(folder, tmp_path):
     assert again.read_bytes() == out.read_bytes()
 
 
+def misalignment(folder, model):
+    """Of both texts: how far the model is from the text's own specialist, by plain transformers."""
+    ours, total = direct.whole_model(model), 0.0
+    for name in NAMES:
+        rows, expert = rows_of(folder, name), direct.whole_model(folder / name)
+        with torch.no_grad():
+            kl = torch.cat(
+                [
+                    torch.nn.functional.kl_div(
+                        ours(input_ids=r[None]).logits[0].log_softmax(-1),
+                        expert(input_ids=r[None]).logits[0].log_softmax(-1),
+                        log_target=True,
+                        reduction="none",
+                    ).sum(-1)
+                    for r in rows
+                ]
+            ).mean()
+        pairs = zip(hidden(folder, model, rows), hidden(folder, name, rows), strict=True)
+        far = [float((a - b).square().sum() / b.square().sum()) for a, b in pairs]
+        total += float(kl) + sum(far) / len(far)
+    return total / 2
+
+
+def test_expertmerging_brings_a_real_merge_closer_to_its_models(folder, tmp_path):
+    out, held = tmp_path / "expert.yml", tmp_path / "held.yml"
+    adam = {"lr": 0.03, "rows": 4, **CPU}  # all rows
+    report = moemerge.find_coefficients("expertmerging", config(folder), out, steps=6, **adam)
+    moemerge.merge(config(folder, coefficients=str(out)), tmp_path / "after", device="cpu")
+    even = config(folder, parameters={"weight": 0.3})
+    moemerge.merge(even, tmp_path / "before", device="cpu")
+    before, after = (misalignment(folder, tmp_path / n) for n in ("before", "after"))
+    assert report.measured["loss"][0] == pytest.approx(before, rel=1e-4)
+    assert after < before
+    moemerge.find_coefficients("expertmerging", config(folder), held, steps=6, anchor=1e3, **adam)
+    moved, kept = (
+        max(abs(v - 0.3) for own in read_coefficients(f).values.values() for v in own.values())
+        for f in (out, held)
+    )
+    assert kept < 0.05 < moved
+
+
 def test_adamerging_refuses_what_does_not_fit(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("moemerge.coefficients.adamerging.available_memory", lambda device: 1000)
     with pytest.raises(ResourceError, match="keeps all models in memory"):
@@ -164,7 +207,7 @@ def test_what_is_refused(folder, tmp_path):
     with pytest.raises(CheckpointError, match="exists"):
         moemerge.find_coefficients("acm", config(folder), out)
     linear = {k: v for k, v in config(folder, merge_method="linear").items() if k != "base_model"}
-    for method in ("acm", "sens", "neuron", "adamerging"):
+    for method in ("acm", "sens", "neuron", "adamerging", "expertmerging"):
         with pytest.raises(UsageError, match="no base_model"):
             moemerge.find_coefficients(method, linear, out, overwrite=True)
 
@@ -202,3 +245,8 @@ def test_coefficients_worked_out_by_hand():
     assert got["a"][1] + got["b"][1] == pytest.approx(2)
     even = next_token_entropy(torch.zeros(1, 2, 8), torch.tensor([[True, False]]))
     assert float(even) == pytest.approx(math.log(8))
+    logs = [torch.tensor(p).log() for p in ([[0.5, 0.5]], [[0.25, 0.75]])]
+    expected = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)  # of the second from the first
+    assert float(next_token_divergence(*logs)) == pytest.approx(expected)
+    states = [torch.tensor(h) for h in ([[1.0, 0.0], [0.0, 3.0]], [[1.0, 2.0], [0.0, 4.0]])]
+    assert float(relative_distance(*states)) == pytest.approx(5 / 21)

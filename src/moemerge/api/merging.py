@@ -378,9 +378,9 @@ def find_coefficients(
 ) -> CoefficientsReport:
     """Find how much of each model of `config` a merge should take, layer by layer, into `out`.
 
-    `method` is `acm`, `sens`, `neuron` or `adamerging`. `data` is text of each merged model by
-    name, and overrides the config's own `data`. A config with `coefficients: OUT` applies the
-    result.
+    `method` is `acm`, `sens`, `neuron`, `adamerging` or `expertmerging`. `data` is text of each
+    merged model by name, and overrides the config's own `data`. A config with
+    `coefficients: OUT` applies the result.
     """
     from moemerge.coefficients.job import CoefficientsRequest
     from moemerge.coefficients.run import MAKERS, run_coefficients

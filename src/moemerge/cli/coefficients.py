@@ -28,6 +28,7 @@ class Way(StrEnum):
     sens = "sens"
     neuron = "neuron"
     adamerging = "adamerging"
+    expertmerging = "expertmerging"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -35,9 +36,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def coefficients(
-    method: Annotated[
-        Way, typer.Argument(metavar="METHOD", help="acm, sens, neuron or adamerging.")
-    ],
+    method: Annotated[Way, typer.Argument(metavar="METHOD", help=f"{', '.join(Way)}.")],
     config: Config,
     out_file: Annotated[
         Path, typer.Argument(metavar="OUT.yml", help="File to write; appears whole or not.")

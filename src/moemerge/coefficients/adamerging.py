@@ -8,7 +8,7 @@ memory, so the model must fit on the device several times.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,31 +34,51 @@ LOSSES_RECORDED = 10  # losses recorded in the file
 def adamerging(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
     """Return coefficients by model and place, and the course of the entropy."""
     merged = BlendedModel(job)
+
+    def entropy(lambdas: Tensor, name: str, batch: Batch) -> Tensor:
+        return next_token_entropy(merged.run(lambdas, batch).logits, merged.mask(batch))
+
+    return descend(job, merged, entropy, progress, what="entropy", most=1.0)
+
+
+def descend(
+    job: CoefficientsJob,
+    merged: BlendedModel,
+    loss_on: Callable[[Tensor, str, Batch], Tensor],
+    progress: Progress,
+    *,
+    what: str,
+    most: float | None = None,
+) -> FoundCoefficients:
+    """Minimise a loss over all texts by Adam; `loss_on` takes λ, a model's name and its text.
+
+    With `most`, coefficients stay between 0 and `most`.
+    """
     settings = job.request.settings
-    lambdas = torch.full(
-        (len(job.models), len(merged.groups)), settings.start, device=job.stream.device
-    ).requires_grad_(True)
+    lambdas = merged.lambdas(settings.start).requires_grad_(True)
     optimiser = torch.optim.Adam([lambdas], lr=settings.lr)
     draws = {name: _draws(job, domain) for name, domain in job.domains.items()}
     losses: list[float] = []
-    progress.start("lowering entropy", settings.steps, unit="steps")
+    progress.start(f"lowering {what}", settings.steps, unit="steps")
     for _ in range(settings.steps):
         optimiser.zero_grad()
         total = 0.0
-        for batches in draws.values():
-            loss = merged.entropy(lambdas, next(batches))
+        for name, batches in draws.items():
+            with torch.enable_grad():
+                loss = loss_on(lambdas, name, next(batches))
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         if lambdas.grad is None or not bool(lambdas.grad.isfinite().all()):
             raise NumericalError(
-                f"after {counted(len(losses), 'step')} the entropy of the merged model has no "
+                f"after {counted(len(losses), 'step')} the {what} of the merged model has no "
                 "finite gradient",
                 hint='try `dtype="float32"`, or a smaller `lr`',
             )
         losses.append(total / len(draws))
         optimiser.step()
-        with torch.no_grad():
-            lambdas.clamp_(0, 1)
+        if most is not None:
+            with torch.no_grad():
+                lambdas.clamp_(0, most)
         progress.advance(1)
     progress.finish()
     by_model = {
@@ -66,9 +86,7 @@ def adamerging(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
         for name, row in zip(job.models, lambdas.detach().double().tolist(), strict=True)
     }
     shown = losses[:: max(1, len(losses) // LOSSES_RECORDED)]
-    return FoundCoefficients(
-        by_model, {"entropy": [round(loss, 6) for loss in (*shown, losses[-1])]}
-    )
+    return FoundCoefficients(by_model, {what: [round(loss, 6) for loss in (*shown, losses[-1])]})
 
 
 class BlendedModel:
@@ -98,21 +116,27 @@ class BlendedModel:
         fits = (i for i, place in enumerate(self.groups) if f".{name}".find(f".{place}.") >= 0)
         return next(fits, 0)
 
-    def entropy(self, lambdas: Tensor, batch: Batch) -> Tensor:
-        """Return the merged model's next-token entropy, differentiable in λ (models, groups)."""
+    def lambdas(self, value: float) -> Tensor:
+        """Return the same coefficient everywhere, (models, groups)."""
+        shape = (len(self._changes), len(self.groups))
+        return torch.full(shape, value, device=self._device)
+
+    def mask(self, batch: Batch) -> Tensor:
+        return batch.mask.to(self._device)
+
+    def run(self, lambdas: Tensor, batch: Batch, *, hidden: bool = False) -> Any:
+        """Return the merged model's output, differentiable in λ (models, groups)."""
         parameters = {
             name: self._merged(name, value, lambdas[:, self._group[name]])
             for name, value in self._base.items()
         }
-        mask = batch.mask.to(self._device)
         inputs = {
             "input_ids": batch.input_ids.to(self._device),
-            "attention_mask": mask.to(torch.int64),
+            "attention_mask": self.mask(batch).to(torch.int64),
             "use_cache": False,
+            "output_hidden_states": hidden,
         }
-        with torch.enable_grad():
-            logits = functional_call(self._model, parameters, kwargs=inputs).logits
-            return next_token_entropy(logits, mask)
+        return functional_call(self._model, parameters, kwargs=inputs)
 
     def _merged(self, name: str, base: Tensor, shares: Tensor) -> Tensor:
         for share, changes in zip(shares, self._changes, strict=True):
@@ -130,7 +154,7 @@ def _require_memory(job: CoefficientsJob) -> None:
     free = available_memory(job.stream.device)
     if needed > free:
         raise ResourceError(
-            f"AdaMerging keeps all models in memory: about {format_size(needed)} on "
+            f"{job.request.method} keeps all models in memory: about {format_size(needed)} on "
             f"{job.stream.device}, where {format_size(free)} are free",
             hint="use `acm` or `sens`, which stream, or a larger device",
         )

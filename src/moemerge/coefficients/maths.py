@@ -101,3 +101,15 @@ def next_token_entropy(logits: Tensor, mask: Tensor) -> Tensor:
     """Return the mean entropy of the next token over real tokens: logits (rows, tokens, vocab)."""
     logs = logits[mask].float().log_softmax(-1)  # (real, vocab)
     return -(logs.exp() * logs).sum(-1).mean()
+
+
+def next_token_divergence(logits: Tensor, expert: Tensor) -> Tensor:
+    """Return the mean KL(expert || model) of the next token: (tokens, vocab) each."""
+    ours, theirs = logits.float().log_softmax(-1), expert.float().log_softmax(-1)
+    return (theirs.exp() * (theirs - ours)).sum(-1).mean()
+
+
+def relative_distance(states: Tensor, expert: Tensor) -> Tensor:
+    """Return Σ ‖h - h_expert‖² / Σ ‖h_expert‖² over tokens: (tokens, d) each."""
+    size = expert.float().square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+    return (states.float() - expert.float()).square().sum() / size

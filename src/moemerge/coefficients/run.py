@@ -9,6 +9,7 @@ from typing import Any
 
 from moemerge.coefficients.acm import acm
 from moemerge.coefficients.adamerging import adamerging
+from moemerge.coefficients.expertmerging import expertmerging
 from moemerge.coefficients.job import (
     CoefficientsJob,
     CoefficientsRequest,
@@ -29,6 +30,7 @@ MAKERS: Mapping[str, Maker] = {
     "sens": sens,
     "neuron": neuron,
     "adamerging": adamerging,
+    "expertmerging": expertmerging,
 }
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from moemerge.config.fields import Fraction, PositiveInt
 from moemerge.config.settings import ForwardKeywords, ForwardSettings
 
-CoefficientMethod = Literal["acm", "sens", "neuron", "adamerging"]
+CoefficientMethod = Literal["acm", "sens", "neuron", "adamerging", "expertmerging"]
 FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -33,10 +33,17 @@ class CoefficientSettings(ForwardSettings):
         2.0,
         description="neuron: times more active in its domain than in the others a neuron must be",
     )
-    steps: PositiveInt = Field(500, description="adamerging: steps of Adam")
-    lr: PositiveNumber = Field(1e-3, description="adamerging: step size")
-    start: Fraction = Field(0.3, description="adamerging: every coefficient at the start")
-    rows: PositiveInt = Field(16, description="adamerging: rows of each text in one step")
+    steps: PositiveInt = Field(500, description="adamerging, expertmerging: steps of Adam")
+    lr: PositiveNumber = Field(1e-3, description="adamerging, expertmerging: step size")
+    start: Fraction = Field(
+        0.3, description="adamerging, expertmerging: every coefficient at the start"
+    )
+    rows: PositiveInt = Field(
+        16, description="adamerging, expertmerging: rows of each text in one step"
+    )
+    anchor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0.1, description="expertmerging: weight of the mean distance from `start`"
+    )
 
 
 class CoefficientKeywords(ForwardKeywords, total=False):
@@ -51,3 +58,4 @@ class CoefficientKeywords(ForwardKeywords, total=False):
     lr: float
     start: float
     rows: int
+    anchor: float
