@@ -113,6 +113,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"experts_implementation": "x"}, "experts_implementation is 'x', expected a name that"),
     ({"attn_implementation": "flash"}, "attn_implementation is 'flash', expected a name that"),
     ({"dtype": 16}, "dtype is 16, expected a name"),
+    (
+        {"layer_types": ["none", "none", "none"]},
+        "layer_types is .*, expected a list of",
+    ),
+    ({"model_type": "olmo"}, "model_type is 'olmo', a dense model, but there is .*experts"),
     ({"dtype": "float17"}, "dtype is 'float17', .* did you mean 'float1?6'|float"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', expected true or false"),
 ]

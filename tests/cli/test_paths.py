@@ -150,13 +150,18 @@ def test_a_name_that_is_not_utf8_is_refused_first(here: Path, command: str) -> N
     assert state(here) == before
 
 
-@pytest.mark.parametrize("name", ["o" * 221, "o" * 256, "d/" * 2100 + "out"], ids=len)
+@pytest.mark.parametrize("name", ["o" * 221, "o" * 256, "d/" * 1500 + "out"], ids=len)
 def test_a_name_that_is_too_long_is_refused_first(here: Path, name: str) -> None:
     before = state(here)
-    for arguments in ((name,), ("out", "--json", name)):
-        result = moemerge("merge", "c.yml", *arguments)
+    evaluate = ("evaluate", "a", "--task", "gsm8k", "--data", "gsm8k=t.jsonl", "--out")
+    for arguments in (
+        ("merge", "c.yml"),
+        ("merge", "c.yml", "out", "--json"),
+        evaluate,
+    ):
+        result = moemerge(*arguments, name)
         assert result.exit_code == 3, result.output
-        assert "220 bytes" in result.output or "File name too long" in result.output
+        assert "220 bytes" in result.output or "1501 folders deep" in result.output
     assert state(here) == before
 
 

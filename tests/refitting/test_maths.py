@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -251,6 +253,7 @@ def test_a_norm_in_between_is_no_write() -> None:
     assert find_writes(t["h"], t["h"] + normed, {"o": t["o"]}, {}) is None
     assert find_writes(t["h"], t["h"], {"o": t["o"]}, {}) is None  # nothing is written at all
     assert find_writes(t["h"], t["h"] + t["o"], {"o": t["o"][:, :8]}, {}) is None
+    assert find_writes(t["h"], t["h"] + t["o"], {"o": t["o"] * math.inf}, {}) is None
 
 
 def test_large_channels_do_not_hide_a_write() -> None:

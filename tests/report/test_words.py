@@ -10,6 +10,7 @@ from moemerge.report.words import (
     display_names,
     layers_in_words,
     percent,
+    perplexity,
     plain,
     short,
 )
@@ -62,6 +63,8 @@ def test_a_quantity_says_how_its_value_is_written() -> None:
     assert Quantity.LOSS.text(2) == "2.000"
     assert {quantity.text(None) for quantity in Quantity} == {"–"}
     assert Quantity.NATS.text(float("nan")) == "–"
+    assert perplexity(2.0) == pytest.approx(7.389, abs=1e-3)
+    assert 1e300 < perplexity(1e9) < float("inf")
 
 
 def test_a_figure_may_be_a_part_of_another() -> None:

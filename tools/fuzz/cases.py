@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,7 +210,7 @@ def run(case: Case, corpus: Path, folder: Path, limit: float = TIME_LIMIT) -> Re
             outcome = f"changed an input: {changed[0]}"
         return Result(case, arguments, outcome, ended)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run(["rm", "-rf", folder], check=False)  # rmtree fails in deep folders
 
 
 def contents(folder: Path, only: str = "") -> dict[str, bytes]:

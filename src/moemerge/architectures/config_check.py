@@ -91,6 +91,7 @@ def _faults(
     others: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[str]:
     yield from value_faults(architecture.config, architecture.text_config)
+    yield from _dense_faults(architecture, tensors)
     yield from _vocabulary_faults(architecture, tensors)
     yield from _layer_faults(architecture, tensors)
     yield from _expert_faults(architecture)
@@ -149,6 +150,13 @@ def _sparsity_faults(architecture: Architecture) -> Iterator[str]:
         if expected != (layer in routed):
             yield f"{words}, but layer {layer} has {'no' if expected else 'a'} router"
             return
+
+
+def _dense_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:
+    """Yield a fault if a family of dense models has experts."""
+    expert = next((name for name in tensors if ".experts." in name), None)
+    if architecture.family is None and expert is not None:
+        yield f"model_type is {architecture.model_type!r}, a dense model, but there is {expert}"
 
 
 def _layer_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:

@@ -50,6 +50,8 @@ _NORM_EPS = re.compile(r"(^|_)norm_eps(ilon)?$")
 _FLOATS = re.compile(r"^(initializer_range|router_jitter_noise)$")
 _FLOATS_OR_NULL = re.compile(r"^router_aux_loss_coef$")
 _NUMBERS_OR_NULL = re.compile(r"^(attention_dropout|clip_qkv|routed_scaling_factor)$")
+# Every release of transformers adds names of layer types; all have one of these words.
+_LAYER_TYPE = re.compile(r"attention|sparse|dense|moe|conv|hybrid|mamba|recurrent|linear|full")
 _SWITCHES = re.compile(
     r"^(tie_word_embeddings|attention_bias|mlp_bias|use_cache|output_router_logits"
     r"|use_sliding_window)$"
@@ -113,6 +115,11 @@ def _is_positive(value: Any) -> bool:
     return _is_number(value) and bool(value > 0)
 
 
+def _are_layer_types(value: Any) -> bool:
+    kinds = value if isinstance(value, list) else [value]
+    return all(isinstance(kind, str) and _LAYER_TYPE.search(kind) for kind in kinds)
+
+
 def _or_null(test: Test) -> Test:
     return lambda value: value is None or test(value)
 
@@ -128,6 +135,7 @@ _TYPES: Final[tuple[tuple[re.Pattern[str], Test, str], ...]] = (
     (_NUMBERS_OR_NULL, _or_null(_is_number), "a finite number"),
     (_SWITCHES, lambda v: isinstance(v, bool), "true or false"),
     (re.compile(r"^norm_topk_prob$"), lambda v: v is None or isinstance(v, bool), "true or false"),
+    (re.compile(r"^(mlp_)?layer_types$"), _or_null(_are_layer_types), "a list of layer types"),
     (re.compile(r"^hidden_act$"), lambda v: isinstance(v, str), "a name"),
     (
         re.compile(r"^rope_(parameters|scaling)$"),

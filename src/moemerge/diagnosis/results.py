@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from moemerge.errors import UsageError
-from moemerge.report.words import Quantity
+from moemerge.report.words import Quantity, perplexity
 from moemerge.routing.figures import FIGURES, Measured, total_figures
 
 KIND: Final = "diagnosis"
@@ -125,7 +125,7 @@ class CheckLoss:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return perplexity(self.loss)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from moemerge.generation.prompts import PromptRow, located, read_prompts
 from moemerge.generation.settings import GenerationSettings
 from moemerge.registry import did_you_mean
 from moemerge.report.words import display_names
+from moemerge.runtime.outputs import check_name
 from moemerge.text.rows import TextSource, check_text, read_rows
 
 TASK_SUFFIXES: Final = (".yml", ".yaml")
@@ -173,6 +174,7 @@ def _check(request: EvaluationRequest) -> None:
             f"{len(labels)} models, but a server runs one",
             hint="evaluate them one by one into the same `out`; `rescore=True` then compares all",
         )
+    check_name(request.output.out)
     if os.path.exists(request.output.out) and not os.path.isdir(request.output.out):
         raise UsageError(f"{request.output.out} is a file, expected a folder to keep answers in")
 

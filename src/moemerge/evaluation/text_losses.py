@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moemerge.evaluation.significance import ALPHA, drawn_means, flipped_means, interval, two_sided
-from moemerge.report.words import LEAST_P, p_value
+from moemerge.report.words import LEAST_P, p_value, perplexity
 
 if TYPE_CHECKING:
     from moemerge.features.losses import DocumentLosses
@@ -27,7 +26,7 @@ class LossScore:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return perplexity(self.loss)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "perplexity": self.perplexity}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from moemerge.experiments.settings import BASE
 from moemerge.experiments.summary import Comparison, RowSummary, Summary, TextSummary
 from moemerge.experiments.tables import AS_MERGED, REFERENCE, TextTable
 from moemerge.report.frame import render_in_frame
+from moemerge.report.words import perplexity
 from moemerge.report.words import with_error as in_nats
 from moemerge.runtime.files import write_whole
 from moemerge.runtime.progress import counted
@@ -95,7 +95,7 @@ def _loss_cells(text: TextSummary | None) -> list[str]:
     loss, pair = text.loss, text.difference
     change = ["", ""] if pair is None else [in_nats(pair.difference, pair.error), pair.p_text]
     shown = in_nats(loss.value, loss.error, signed=False)
-    return [shown, f"{math.exp(loss.value):.4g}", *change]
+    return [shown, f"{perplexity(loss.value):.4g}", *change]
 
 
 def comparison_table(summary: Summary) -> TextTable:

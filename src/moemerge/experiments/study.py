@@ -25,6 +25,7 @@ from moemerge.experiments.tables import Measurement, Repeat
 from moemerge.experiments.tree import StudyCell, StudySet, at_seed
 from moemerge.experiments.work import Workers
 from moemerge.runtime.devices import available_memory, cpu_count, gpu_ids, resolve_device
+from moemerge.runtime.outputs import check_name
 from moemerge.runtime.progress import Progress, Silent
 
 MODELS = "models"
@@ -80,6 +81,7 @@ def run_study(
     plan: StudyPlan, out: Path, settings: StudySettings, progress: Progress
 ) -> StudyReport:
     """Measure what is missing, and rewrite the tables."""
+    check_name(out)
     if settings.figures:
         require_matplotlib()
     expected = expect(plan, out, settings)

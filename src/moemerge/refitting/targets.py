@@ -69,6 +69,8 @@ def find_writes(
     size = change.square().mean().sqrt()
     if not columns or entered.shape != left.shape or float(size) == 0.0:
         return None
+    if not all(bool(t.isfinite().all()) for t in (change, *(column for _, _, column in columns))):
+        return None  # some LAPACKs raise an internal error for NaN
     eps = torch.finfo(left.dtype).eps
     largest = torch.maximum(entered.abs(), left.abs()).double()
     noise = ULPS * eps * (largest + size) + MISSED * size

@@ -171,3 +171,8 @@ def layers_in_words(layers: Sequence[int]) -> str:
         return f"{len(layers)} layers"
     shown = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(shown)}"
+
+
+def perplexity(loss: float) -> float:
+    """Return the perplexity of a loss in nats a token; above e^700 it would overflow."""
+    return math.exp(min(loss, 700.0))

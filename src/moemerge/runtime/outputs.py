@@ -18,6 +18,7 @@ from moemerge.errors import CheckpointError, UsageError
 from moemerge.runtime.files import open_plain
 
 LONGEST_NAME: Final = 220  # bytes; a hidden name next to it has up to 30 more, of at most 255
+DEEPEST: Final = 250  # folders of an output; Python creates and removes them by recursion
 _BEGINNING: Final = 4096  # bytes that are read to recognise a file
 
 
@@ -88,7 +89,16 @@ def check_output_file(
 
 
 def check_name(out: Path) -> None:
-    """Refuse a name that cannot be written into a report, or is too long."""
+    """Refuse a name that cannot be written into a report, or is too long or too deep."""
+    if "\0" in str(out):
+        raise CheckpointError(
+            f"the output {str(out)!r} has a NUL character in its name", hint="choose another name"
+        )
+    if len(out.parts) > DEEPEST:
+        raise CheckpointError(
+            f"the output is {len(out.parts)} folders deep, more than {DEEPEST}",
+            hint="choose another output",
+        )
     for name in (str(out), os.path.realpath(out)):
         try:
             name.encode()
