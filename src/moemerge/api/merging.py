@@ -56,6 +56,7 @@ from moemerge.pruning.settings import PRUNE, PruningKeywords, PruningSettings
 from moemerge.refitting.settings import REFIT, RefitKeywords
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.process import paused_collector
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.ranks import SINGLE, Ranks, alone, asked_for, leads, on_one_machine
 from moemerge.text.rows import check_text
@@ -164,7 +165,8 @@ def validate(
         _validate_repairs(loaded)
         check_recipes(loaded)
         loaded = replace(loaded, warnings=(*loaded.warnings, *loaded.unused_text))
-        return merging.plan_merge(loaded, settings, None if out is None else Path(out)).report
+        with paused_collector():
+            return merging.plan_merge(loaded, settings, None if out is None else Path(out)).report
 
 
 @dataclass(frozen=True)

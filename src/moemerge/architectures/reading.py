@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from moemerge.architectures import names
 from moemerge.architectures.layout import ExpertLayout
@@ -22,8 +21,7 @@ class Header(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-@dataclass(frozen=True)
-class Named:
+class Named(NamedTuple):
     """The parsed name of a stored tensor."""
 
     key: str

@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Final
+from weakref import WeakValueDictionary
 
 from moemerge.checkpoint.pickled import PickledFile
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
-from moemerge.runtime.files import read_object
+from moemerge.runtime.files import parse_object, read_utf8
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -47,30 +50,56 @@ def open_file(path: Path) -> TensorFile:
     return SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
 
 
-def open_folder(folder: Path) -> tuple[tuple[TensorFile, ...], dict[str, TensorFile]]:
+@dataclass(frozen=True, eq=False)
+class WeightIndex:
+    """A checked index: the file name of each tensor, and all of them."""
+
+    file_of: Mapping[str, str]
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The position of each tensor's file among a folder's files, and the bytes of all tensors."""
+
+    number_of: Mapping[str, int]
+    total_bytes: int
+    index: WeightIndex | None
+
+
+# In use. Fine-tunes of one model often have equal indexes and headers, which are then read once.
+_INDEXES: WeakValueDictionary[bytes, WeightIndex] = WeakValueDictionary()
+_PLACEMENTS: WeakValueDictionary[tuple[object, ...], Placement] = WeakValueDictionary()
+
+
+def open_folder(folder: Path) -> tuple[tuple[TensorFile, ...], Placement]:
     """Open all weight files of a folder. Return them, and the file of each tensor."""
-    index = _index_path(folder)
-    weight_map = {} if index is None else _read_index(index)
-    names = sorted(set(weight_map.values())) if index is not None else _weight_files(folder)
+    path = _index_path(folder)
+    index = None if path is None else _read_index(path)
+    names = _weight_files(folder) if index is None else index.files
     files: dict[str, TensorFile] = {}
     try:
         for name in names:
             files[name] = open_file(folder / name)
-        file_of = _union(files, weight_map, index)
+        headers = [file.header for file in files.values() if isinstance(file, SafetensorsFile)]
+        key = (index, *names, *headers)
+        placement = _PLACEMENTS.get(key) if len(headers) == len(names) else None
+        if placement is None:
+            placement = _place(files, index, path)
+            # A tensor in two files was compared, which headers do not replace.
+            if len(placement.number_of) == sum(len(file.tensors) for file in files.values()):
+                _PLACEMENTS[key] = placement
     except BaseException:
         for file in files.values():
             file.close()
         raise
-    return tuple(files.values()), file_of
+    return tuple(files.values()), placement
 
 
 def _index_path(folder: Path) -> Path | None:
     for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED_SINGLE)):
         if os.path.exists(folder / index):
-            if (
-                os.path.exists(folder / single)
-                and single not in _read_index(folder / index).values()
-            ):
+            if os.path.exists(folder / single) and single not in _read_index(folder / index).files:
                 raise CheckpointError(
                     f"{folder} holds {single} and also {index}, which does not name it; "
                     "it is unclear which of the two is the model",
@@ -117,9 +146,18 @@ def _check_numbering(folder: Path, names: Sequence[str]) -> None:
                 )
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(path: Path) -> WeightIndex:
     hint = "fetch the index again, or remove it if all weights are in one file"
-    weight_map = read_object(path, hint).get("weight_map")
+    text = read_utf8(path, hint)
+    key = hashlib.sha256(text.encode()).digest()
+    index = _INDEXES.get(key)
+    if index is None:
+        weight_map = parse_object(text, str(path), hint).get("weight_map")
+        index = _INDEXES[key] = _checked_index(weight_map, path, hint)
+    return index
+
+
+def _checked_index(weight_map: object, path: Path, hint: str) -> WeightIndex:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"{path} has no weight_map that maps tensor names to files", hint=hint
@@ -139,7 +177,7 @@ def _read_index(path: Path) -> dict[str, str]:
                 hint=hint,
             )
         good.add(file)
-    return weight_map
+    return WeightIndex(weight_map, tuple(sorted(good)))
 
 
 def is_inside(name: str) -> bool:
@@ -158,34 +196,38 @@ def place_in(folder: Path, name: str, out: Path) -> Path:
     return path
 
 
-def _union(
-    files: Mapping[str, TensorFile], weight_map: Mapping[str, str], index: Path | None
-) -> dict[str, TensorFile]:
-    """Return the file of each tensor. The index decides; tensors missing in it are added.
+def _place(
+    files: Mapping[str, TensorFile], index: WeightIndex | None, path: Path | None
+) -> Placement:
+    """Find the file of each tensor. The index decides; tensors missing in it are added.
 
     No tensor may be lost silently.
     """
+    weight_map = {} if index is None else index.file_of
     for name, place in weight_map.items():
         if name not in files[place].tensors:
             raise CheckpointError(
-                f"{index} places {name!r} in {place}, which does not hold it"
+                f"{path} places {name!r} in {place}, which does not hold it"
                 f"{did_you_mean(name, files[place].tensors)}",
                 hint="index and shards are of different models or versions; fetch both again",
             )
-    file_of: dict[str, TensorFile] = {}
-    for file_name, file in files.items():
-        for name in file.tensors:
+    number_of: dict[str, int] = {}
+    total_bytes = 0
+    for number, (file_name, file) in enumerate(files.items()):
+        for name, info in file.tensors.items():
             place = weight_map.get(name, file_name)
             if place != file_name:
                 _require_equal(name, files[place], file)
                 continue
-            if name in file_of:
+            if name in number_of:
+                first = list(files.values())[number_of[name]]
                 raise CheckpointError(
-                    f"tensor {name!r} is in {file_of[name].path} and in {file.path}",
+                    f"tensor {name!r} is in {first.path} and in {file.path}",
                     hint="the folder mixes two models; keep the files of one, or add an index",
                 )
-            file_of[name] = file
-    return file_of
+            number_of[name] = number
+            total_bytes += info.nbytes
+    return Placement(number_of, total_bytes, index)
 
 
 def _require_equal(name: str, first: TensorFile, second: TensorFile) -> None:

@@ -65,7 +65,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.config: dict[str, Any] = read_object(path / "config.json", config_hint(path))
         if not any(self.config.get(name) for name in SECTIONS):
             self.config |= modelopt.section_of(path)
-        self.files, self._file_of = open_folder(path)
+        self.files, self._placement = open_folder(path)
         self._states = {file.path: _state(file.path) for file in self.files}
         try:
             self._find_quantised()
@@ -87,12 +87,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
                 )
 
     def _find_quantised(self) -> None:
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: file.tensors[name] for name, file in self._file_of.items()
-        }
-        headers = [file.header for file in self.files if isinstance(file, SafetensorsFile)]
-        key = (json.dumps(self.config), *headers)
-        structure = _STRUCTURES.get(key) if len(headers) == len(self.files) else None
+        key = (json.dumps(self.config), self._placement)
+        structure = _STRUCTURES.get(key)
         if structure is None:
             structure = self._read_structure()
             # compressed-tensors stores shapes as tensors, which headers do not show.
@@ -104,7 +100,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
             self.config = without_sections(self.config)
 
     def _read_structure(self) -> Structure:
-        stored = self.tensors
+        places = self._placement.number_of.items()
+        stored = {name: self.files[number].tensors[name] for name, number in places}
         try:
             quantisation = recognise(self.config, stored, lambda name: self.stored(name).tolist())
         except CheckpointError as error:
@@ -144,7 +141,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def stored_info(self, name: str) -> TensorInfo | None:
         """Return the header of a tensor under its stored name, if it exists."""
-        return self._file_of[name].tensors[name] if name in self._file_of else None
+        return self.file_of(name).tensors[name] if name in self._placement.number_of else None
 
     def stored(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """Read a tensor under its stored name, without dequantising it."""
@@ -184,12 +181,13 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def file_of(self, name: str) -> TensorFile:
         """Return the file that holds a tensor."""
-        if name not in self._file_of:
+        number_of = self._placement.number_of
+        if name not in number_of:
             raise CheckpointError(
-                f"{self.label} has no tensor {name!r}{did_you_mean(name, self._file_of)}",
-                hint=f"it has {len(self._file_of)} tensors; `moemerge inspect` lists what it is",
+                f"{self.label} has no tensor {name!r}{did_you_mean(name, number_of)}",
+                hint=f"it has {len(number_of)} tensors; `moemerge inspect` lists what it is",
             )
-        return self._file_of[name]
+        return self.files[number_of[name]]
 
     def place_of(self, name: str) -> str:
         """Return the file's name, for messages about a tensor's values."""
@@ -222,7 +220,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @property
     def total_bytes(self) -> int:
         """Return the bytes of all tensors on disk."""
-        return sum(file.tensors[name].nbytes for name, file in self._file_of.items())
+        return self._placement.total_bytes
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -251,10 +249,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
         single changed element. It does not cover folder, sharding and companion files.
         """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for name in sorted(self._file_of):
-            info = self._file_of[name].tensors[name]
+        for name in sorted(self._placement.number_of):
+            file = self.file_of(name)
+            info = file.tensors[name]
             digest.update(f"\0{name}\0torch.{info.dtype}\0{info.shape}\0".encode())
-            digest.update(self._file_of[name].sample(name, SAMPLE_BYTES))
+            digest.update(file.sample(name, SAMPLE_BYTES))
         return digest.hexdigest()
 
     def close(self) -> None:
@@ -376,7 +375,7 @@ class OverlaidCheckpoint(Checkpoint):
         self.path = base.path
         self.label = base.label
         self.config = base.config
-        self.files, self._file_of = base.files, base._file_of
+        self.files, self._placement = base.files, base._placement
         self.tensors, self.quantisation = base.tensors, base.quantisation
         self._base = base
         self._overlay = overlay

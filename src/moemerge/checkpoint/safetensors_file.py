@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -179,7 +180,7 @@ def _parse_header(raw: bytes, size: int, path: Path) -> FileHeader:
     start = LENGTH_BYTES + len(raw)
     known: dict[tuple[str | int, ...], TensorInfo] = {}
     entries = [_entry(name, entry, path, known) for name, entry in header.items()]
-    entries.sort(key=lambda e: (e[1], e[2]))
+    entries.sort(key=itemgetter(1, 2))
     _check_coverage(entries, size - start, path)
     return FileHeader(
         {info.name: info for info, _, _ in entries},
@@ -240,7 +241,7 @@ def _entry(
 ) -> tuple[TensorInfo, int, int]:
     """Parse one tensor's header entry to (info, begin, end), relative to the start of the data.
 
-    `known` has a tensor of each dtype and shape, because thousands of tensors share a few.
+    `known` has a checked tensor of each dtype and shape, because thousands of tensors share a few.
     """
     if not isinstance(entry, dict) or not entry.keys() >= _ENTRY:
         raise CheckpointError(
@@ -260,7 +261,9 @@ def _entry(
             f"{MAX_NAME_LENGTH} are allowed",
             hint=REPLACE_FILE,
         )
-    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+    are_lists = type(shape) is list and type(offsets) is list and len(offsets) == 2
+    # `type` because a bool is an int
+    if not are_lists or {*map(type, shape), *map(type, offsets)} != _INT:
         raise CheckpointError(
             f"{path}: tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}, "
             "expected lists of non-negative integers, two of them for the offsets",
@@ -280,19 +283,14 @@ def _entry(
 
 
 def _first_of_kind(name: str, dtype: str, shape: list[int], path: Path) -> TensorInfo:
-    if not _is_countable(shape):
+    if min(shape, default=0) < 0 or not _is_countable(shape):
         raise CheckpointError(
-            f"{path}: tensor {name!r} has shape {shape!r}, whose axes multiply to more than "
-            f"{MOST_ELEMENTS} elements",
+            f"{path}: tensor {name!r} has shape {shape!r}, expected non-negative axes that "
+            f"multiply to at most {MOST_ELEMENTS} elements",
             hint=REPLACE_FILE,
         )
     kind = DTYPE_OF[dtype]
     return TensorInfo.of(name, kind, [*shape[:-1], shape[-1] // kind.pack] if shape else [])
-
-
-def _are_counts(values: object) -> bool:
-    # `type` because a bool is an int
-    return type(values) is list and {*map(type, values)} <= _INT and min(values, default=0) >= 0
 
 
 def _is_countable(shape: list[int]) -> bool:

@@ -7,13 +7,22 @@ their layers, the first tensor of a kind is planned, and the others like it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from moemerge.architectures.roles import WHOLE, Unit
 from moemerge.checkpoint import TensorInfo
 from moemerge.merging.matching import Destination, UnitIndex
-from moemerge.merging.plan import MergeBlock, UnitInput, UnitMerge
+from moemerge.merging.plan import Account, MergeBlock
 
 Kind = tuple[object, ...]  # everything that a plan depends on besides names
+
+
+class PlannedTensor(NamedTuple):
+    """An output tensor that is merged at once."""
+
+    info: TensorInfo
+    block: MergeBlock
+    fates: Mapping[str, Account]  # of the tensor in each model
 
 
 class PlannedKinds:
@@ -21,7 +30,7 @@ class PlannedKinds:
 
     def __init__(self, index: Mapping[str, UnitIndex]) -> None:
         self._index = index
-        self._planned: dict[Kind | None, tuple[TensorInfo, MergeBlock]] = {}
+        self._planned: dict[Kind, PlannedTensor] = {}
         self._layer: Destination | None = None
         self._is_uniform = False  # whether all models have the layer's tensors alike
 
@@ -35,34 +44,19 @@ class PlannedKinds:
                 for model, layer in to.layers.items()
             )
         units, stored = index.by_tensor[name], index.model.checkpoint.tensors[name]
-        if not self._is_uniform or len(units) > 1 or units[0].slot != WHOLE:
+        if not self._is_uniform or len(units) > 1 or units[0].slot is not WHOLE:
             return None
         return to.slice_index, to.t, units[0].role, stored.shape, stored.dtype
 
-    def add(self, kind: Kind | None, planned: tuple[TensorInfo, list[MergeBlock]] | None) -> None:
+    def add(self, kind: Kind, planned: PlannedTensor) -> None:
         """Remember the plan of a tensor that is merged at once."""
-        if kind is None or planned is None:
-            return
-        info, blocks = planned
-        if len(blocks) == 1 and len(blocks[0].merges) == 1:
-            self._planned[kind] = info, blocks[0]
+        self._planned[kind] = planned
 
-    def like(self, kind: Kind | None, unit: Unit) -> tuple[TensorInfo, MergeBlock] | None:
+    def like(self, kind: Kind | None, unit: Unit) -> PlannedTensor | None:
         """Return the plan of a tensor of a planned kind, else None."""
-        if kind not in self._planned:
+        first = None if kind is None else self._planned.get(kind)
+        if first is None:
             return None
-        info, block = self._planned[kind]
-        (merge,), name = block.merges, unit.tensor
-        key = None if merge.inputs[0].statistics is None else unit.key
-        reads = [UnitInput(s.model, name, WHOLE, s.params, key, s.scale) for s in merge.reads]
-        own = UnitMerge(
-            unit,
-            merge.method,
-            merge.options,
-            tuple(reads[: len(merge.inputs)]),
-            None if merge.base is None else reads[-1],
-            wraps=merge.wraps,
-            whole=merge.whole,
-        )
-        info = TensorInfo(name, info.dtype, info.shape, info.nbytes)
-        return info, MergeBlock(name, None, info.shape, (own,))
+        info = TensorInfo(unit.tensor, first.info.dtype, first.info.shape, first.info.nbytes)
+        block = MergeBlock(unit.tensor, None, info.shape, first.block.planned, unit=unit)
+        return PlannedTensor(info, block, first.fates)

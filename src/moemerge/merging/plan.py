@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -94,6 +94,17 @@ class UnitMerge:
         """Return everything that is read: the inputs, then the base."""
         return self.inputs if self.base is None else (*self.inputs, self.base)
 
+    def of(self, unit: Unit) -> UnitMerge:
+        """Return the same merge of another whole tensor that all models store alike."""
+        key = None if self.inputs[0].statistics is None else unit.key
+        reads = [UnitInput(s.model, unit.tensor, WHOLE, s.params, key, s.scale) for s in self.reads]
+        return replace(
+            self,
+            unit=unit,
+            inputs=tuple(reads[: len(self.inputs)]),
+            base=None if self.base is None else reads[-1],
+        )
+
     @property
     def statistics_bytes(self) -> int:
         """Return the memory for the models' statistics of this unit; 0 if the method uses none."""
@@ -124,9 +135,15 @@ class MergeBlock:
     tensor: str
     rows: tuple[int, int] | None
     shape: tuple[int, ...]
-    merges: tuple[UnitMerge, ...]  # empty: a copy
+    planned: tuple[UnitMerge, ...]  # empty: a copy
     copy: UnitInput | None = None
     must_equal: tuple[UnitInput, ...] = ()  # integer tensors of other models, checked for equality
+    unit: Unit | None = None  # if another tensor of its kind was planned: what is merged here
+
+    @cached_property
+    def merges(self) -> tuple[UnitMerge, ...]:
+        """Return the merges of all units in these rows."""
+        return self.planned if self.unit is None else (self.planned[0].of(self.unit),)
 
     @property
     def numel(self) -> int:
@@ -135,10 +152,10 @@ class MergeBlock:
     @property
     def working_bytes(self) -> int:
         """Return the memory to compute this block: float32 inputs and a few temporaries."""
-        if not self.merges:
+        if not self.planned:
             return 8 * self.numel * (1 + len(self.must_equal))
-        widest = max(len(m.reads) for m in self.merges)
-        statistics = max(m.statistics_bytes for m in self.merges)
+        widest = max([len(m.inputs) + (m.base is not None) for m in self.planned])
+        statistics = max([m.statistics_bytes for m in self.planned])
         return 4 * self.numel * (2 * widest + TEMPORARIES) + statistics
 
 
@@ -240,7 +257,7 @@ class Account(NamedTuple):
 
 
 Accounts = Mapping[str, Mapping[str, Account]]  # by model and tensor
-_PLAIN = {fate: Account(fate) for fate in Fate}
+MERGED = Account(Fate.MERGED)
 
 
 class Ledger:
@@ -249,11 +266,16 @@ class Ledger:
     def __init__(self) -> None:
         self._accounts: dict[str, dict[str, Account]] = defaultdict(dict)
 
-    def record(self, model: str, tensor: str, fate: Fate, reason: str = "") -> None:
-        """Record a fate. A use replaces an earlier drop, because a stack may be used in part."""
-        known = self._accounts[model].get(tensor)
-        if known is None or known.fate is Fate.DROPPED:
-            self._accounts[model][tensor] = Account(fate, reason) if reason else _PLAIN[fate]
+    def record(self, tensor: str, fates: Mapping[str, Account]) -> None:
+        """Record a tensor's fate in some models.
+
+        A use replaces an earlier drop, because a stack may be used in part.
+        """
+        for model, account in fates.items():
+            accounts = self._accounts[model]
+            known = accounts.get(tensor)
+            if known is None or known.fate is Fate.DROPPED:
+                accounts[tensor] = account
 
     def __contains__(self, key: tuple[str, str]) -> bool:
         model, tensor = key
@@ -314,4 +336,9 @@ class MergePlan:
 
     @property
     def peak_block_bytes(self) -> int:
-        return max((b.working_bytes for b in self.blocks), default=0)
+        return max((b.working_bytes for b in distinct(self.blocks)), default=0)
+
+
+def distinct(blocks: Iterable[MergeBlock]) -> Iterable[MergeBlock]:
+    """Return one of the blocks that were planned alike: all take the same memory."""
+    return {(id(b.planned) if b.planned else id(b), b.shape): b for b in blocks}.values()

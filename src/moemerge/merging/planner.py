@@ -20,10 +20,12 @@ from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.merging import matching
 from moemerge.merging.coefficients import Weighing
-from moemerge.merging.kinds import PlannedKinds
+from moemerge.merging.kinds import PlannedKinds, PlannedTensor
 from moemerge.merging.matching import Destination, Destinations, UnitIndex
 from moemerge.merging.method import METHODS, MergeMethod, UnitInfo, yaml_key
 from moemerge.merging.plan import (
+    MERGED,
+    Account,
     Accounts,
     Fate,
     Ledger,
@@ -138,11 +140,14 @@ class Planner:
         unit = self.index[reference].by_tensor[name][0]
         alike = self._kinds.like(kind, unit)
         if alike is not None:
-            info, block = alike
-            self._account({model: [unit] for model in to.layers}, block.merges)
-            return info, [block]
+            self.ledger.record(unit.tensor, alike.fates)
+            return alike.info, [alike.block]
         planned = self._tensor(reference, name, to)
-        self._kinds.add(kind, planned)
+        if kind is not None and planned is not None:
+            info, blocks = planned
+            if len(blocks) == 1 and len(blocks[0].planned) == 1:
+                fates = self._fates(to.layers, blocks[0].planned)
+                self._kinds.add(kind, PlannedTensor(info, blocks[0], fates))
         return planned
 
     def _tensor(
@@ -169,7 +174,8 @@ class Planner:
             for model in matches.keys() - {reference, *lacking}:
                 for unit in filter(None, matches[model]):
                     self.ledger.record(
-                        model, unit.tensor, Fate.DROPPED, f"{why}; {reference}'s is copied"
+                        unit.tensor,
+                        {model: Account(Fate.DROPPED, f"{why}; {reference}'s is copied")},
                     )
             return self._copied(reference, name, output, stored, why)
         whole = cast(Mapping[str, list[Unit]], matches)  # none is missing
@@ -183,13 +189,15 @@ class Planner:
         return info, list(split_into_blocks(info, merges))
 
     def _account(self, matches: Mapping[str, list[Unit]], merges: Sequence[UnitMerge]) -> None:
+        for model, account in self._fates(matches, merges).items():
+            for unit in matches[model]:
+                self.ledger.record(unit.tensor, {model: account})
+
+    def _fates(self, models: Iterable[str], merges: Sequence[UnitMerge]) -> dict[str, Account]:
         used = {source.model for merge in merges for source in merge.reads}
-        for model, units in matches.items():
-            fate, why = Fate.MERGED, ""
-            if self.position[model] not in used:  # a base that only provides its config
-                fate, why = Fate.DROPPED, f"{merges[0].method.name!r} merges the other models alone"
-            for unit in units:
-                self.ledger.record(model, unit.tensor, fate, why)
+        why = f"{merges[0].method.name!r} merges the other models alone"
+        unused = Account(Fate.DROPPED, why)  # a base that only provides its config
+        return {m: MERGED if self.position[m] in used else unused for m in models}
 
     def _slice(self, to: Destination) -> MergeSlice:
         return self.merge.slices[to.slice_index]
@@ -344,7 +352,7 @@ class Planner:
             other = self.index[source.name].find(unit, self._key_in(source.name, unit, to))
             if source.name != keep and other is not None:
                 why = f"the routers are those of {keep}"
-                self.ledger.record(source.name, other.tensor, Fate.DROPPED, why)
+                self.ledger.record(other.tensor, {source.name: Account(Fate.DROPPED, why)})
         return self._copied(keep, match.tensor, output, index.info(match), "router: keep")
 
     @staticmethod
@@ -356,7 +364,7 @@ class Planner:
     def _copied(
         self, model: str, name: str, output: str, stored: TensorInfo, why: str
     ) -> tuple[TensorInfo, list[MergeBlock]]:
-        self.ledger.record(model, name, Fate.COPIED, why)
+        self.ledger.record(name, {model: Account(Fate.COPIED, why)})
         dtype = self.out_dtype if stored.dtype.is_floating_point else None
         info = TensorInfo.of(output, dtype or stored.dtype, stored.shape)
         if self.requantise and isinstance(stored, QuantisedInfo):
@@ -373,7 +381,9 @@ class Planner:
             dtype = self.index[model].info(units[0]).dtype
             if dtype != stored.dtype:
                 raise matching.dtype_error(stored, model, dtype)
-            self.ledger.record(model, units[0].tensor, Fate.COPIED, "integers, equal in all models")
+            self.ledger.record(
+                units[0].tensor, {model: Account(Fate.COPIED, "integers, equal in all models")}
+            )
             sources[model] = UnitInput(self.position[model], units[0].tensor, WHOLE)
         first = sources.pop(reference)
         block = MergeBlock(output, None, info.shape, (), first, tuple(sources.values()))
@@ -413,7 +423,9 @@ class Planner:
             return
         why = f"not in every model ({reference} lacks it)"
         if tensor in written:
-            self.ledger.record(model, tensor, Fate.DROPPED, f"{why}; another model's is copied")
+            self.ledger.record(
+                tensor, {model: Account(Fate.DROPPED, f"{why}; another model's is copied")}
+            )
             return
         written.add(tensor)
         stored = index.model.checkpoint.tensors[tensor]
@@ -428,7 +440,7 @@ class Planner:
                 f"but {self.models[reference].label} ties it to the embeddings",
                 hint="untie the base first, or leave that model out",
             )
-        self.ledger.record(model, tensor, Fate.DROPPED, "a copy of the tied embeddings")
+        self.ledger.record(tensor, {model: Account(Fate.DROPPED, "a copy of the tied embeddings")})
 
     def _notices(self) -> Iterator[str]:
         for model in self.models.values():
@@ -442,7 +454,8 @@ class Planner:
 
 def coarseness(quantisation: Quantisation) -> str:
     """Describe the rounding error that a quantised model already has."""
-    schemes = {unit.stored_as: unit.scheme for unit in quantisation.units.values()}
+    distinct = {id(unit.scheme): unit.scheme for unit in quantisation.units.values()}
+    schemes = {scheme.description: scheme for scheme in distinct.values()}
     errors = [f"{name} ({relative_error(scheme):.1%})" for name, scheme in schemes.items()]
     return (
         f"its weights are quantised: {', '.join(errors)}; in brackets the relative error that such "

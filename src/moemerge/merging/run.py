@@ -34,7 +34,7 @@ from moemerge.errors import ArchitectureError, UsageError
 from moemerge.merging.execute import DEFAULT_MEMORY_BUDGET, ExecutionSettings, execute
 from moemerge.merging.kept import ModelKeeper, kept_tensors
 from moemerge.merging.output import OutputFiles, merge_output_files
-from moemerge.merging.plan import MergeBlock, MergePlan
+from moemerge.merging.plan import MergeBlock, MergePlan, distinct
 from moemerge.merging.planner import OutputTensors, Planner, open_inputs
 from moemerge.merging.report import MergeReport, ModelAccount, describe_plan
 from moemerge.merging.sharing import gather_results, open_writer, own_part
@@ -137,7 +137,7 @@ class MergeJob:
         kept = self.loaded.config.tasks
         if kept is None:
             return 0
-        inputs = {s.model for block in self.plan.blocks for m in block.merges for s in m.inputs}
+        inputs = {s.model for block in self.plan.blocks for m in block.planned for s in m.inputs}
         return len(inputs) * sum(info.nbytes for info in kept_tensors(self.plan, kept))
 
     @property
@@ -219,7 +219,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
             out, plan.bytes_written + OTHER_FILES_BYTES + job.pending_bytes + job.kept_bytes
         )
     seconds = time.perf_counter() - started
-    methods = sorted({merge.method.schema.name for block in plan.blocks for merge in block.merges})
+    methods = sorted({m.method.schema.name for b in distinct(plan.blocks) for m in b.planned})
     what = f"{len(plan.tensors)} tensors in {len(plan.blocks)} blocks by {', '.join(methods)}"
     logger.info("planned %s, %.2f s", what, seconds)
     return job
@@ -234,12 +234,12 @@ def memory_budget(settings: MergeSettings) -> int:
 
 def _memory_notices(blocks: Sequence[MergeBlock], memory: int) -> list[str]:
     """Warn of a block that takes more memory than all blocks together should."""
-    merged = (block for block in blocks if block.merges)
+    merged = (block for block in distinct(blocks) if block.planned)
     largest = max(merged, key=lambda block: block.working_bytes, default=None)
     if largest is None or largest.working_bytes <= memory:
         return []
     return [
-        f"warning: {largest.tensor} is merged at once by {largest.merges[0].method.name!r}, which "
+        f"warning: {largest.tensor} is merged at once by {largest.planned[0].method.name!r}, which "
         f"takes about {format_size(largest.working_bytes)} of memory; `memory` is "
         f"{format_size(memory)}"
     ]

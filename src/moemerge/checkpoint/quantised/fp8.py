@@ -19,7 +19,6 @@ from moemerge.checkpoint.quantised.tensor import (
     require_scales,
     siblings,
 )
-from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import Dtype
 
@@ -34,6 +33,7 @@ def find(section: Mapping[str, Any], headers: Headers, dtype: Dtype) -> Iterator
     block = None if size is None else count_pair(size, "weight_block_size")
     powers = section.get("scale_fmt") == "ue8m0"
     schemes: dict[tuple[object, ...], Scheme] = {}  # of each kind of tensor, checked once
+    others = LARGEST_SCALES if any(name.endswith(LARGEST_SCALES) for name in headers) else ()
     for name, info in headers.items():
         scales = headers.get(name + _SCALES[0])
         inverse = scales is not None
@@ -49,7 +49,17 @@ def find(section: Mapping[str, Any], headers: Headers, dtype: Dtype) -> Iterator
             scheme = schemes.get(kind)
             if scheme is None:
                 scheme = _scheme(info.dtype, scales.dtype, block, powers=powers)
-            quantised = _one(info, headers, scales, scheme, dtype)
+            quantised = QuantisedInfo(
+                name,
+                dtype,
+                info.shape,
+                info.nbytes // info.dtype.itemsize * dtype.itemsize,
+                scheme,
+                codes=info,
+                scales=scales,
+                others=siblings(name, others, headers) if others else (),
+                stacked=len(info.shape) == 3,
+            )
             if kind not in schemes:
                 require_scales(quantised)
                 schemes[kind] = scheme
@@ -66,19 +76,3 @@ def _scheme(codes: Dtype, scales: Dtype, block: tuple[int, int] | None, *, power
     height, width = block if block is not None else (None, None)
     fit = largest_power_of_two if powers or scales in _EXPONENTS else largest
     return Scheme(CODES[codes], height, width, fit, scales)
-
-
-def _one(
-    info: TensorInfo, headers: Headers, scales: TensorInfo, scheme: Scheme, dtype: Dtype
-) -> QuantisedInfo:
-    return QuantisedInfo(
-        info.name,
-        dtype,
-        info.shape,
-        info.nbytes // info.dtype.itemsize * dtype.itemsize,
-        scheme,
-        codes=info,
-        scales=scales,
-        others=siblings(info.name, LARGEST_SCALES, headers),
-        stacked=len(info.shape) == 3,
-    )

@@ -142,7 +142,7 @@ _EXPERT: Final = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight"
 _STACKS: Final = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class QuantisedExperts(QuantisedInfo):
     """A stack (experts, in, out) of matrices that are stored separately."""
 

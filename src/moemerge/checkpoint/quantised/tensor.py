@@ -52,7 +52,7 @@ class Rounding:
         return math.sqrt(self.error / self.size) if self.size else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class QuantisedInfo(TensorInfo):
     """The header of a tensor that is stored in parts. Shape and dtype are those after reading.
 
@@ -75,7 +75,7 @@ class QuantisedInfo(TensorInfo):
     def parts(self) -> tuple[TensorInfo, ...]:
         """Return all stored tensors that it consists of."""
         known = (self.codes, self.scales, self.zeros, self.order, self.factor, *self.others)
-        return tuple(part for part in known if part is not None)
+        return tuple([part for part in known if part is not None])
 
     @property
     def stored_bytes(self) -> int:
