@@ -308,7 +308,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_rows(folder, pr
     run_data(request(folder, whole, prompts=[prompts], **values), Silent())
     asked = request(folder, out, prompts=[prompts], **values)
     rng = random.Random(0)
-    kills = [(rng.randrange(1, 12), rng.random() * 0.02) for _ in range(10)]
+    kills = [(rng.randrange(1, 12), rng.random() * 0.02) for _ in range(5)]
     words = json.dumps([str(folder), str(out), str(prompts), COMMON | values, kills])
     python(KILLED, words, timeout=200).check_returncode()
     report = run_data(asked, Silent())

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from evidence import training
 from evidence.__main__ import main
 from evidence.finetuning import finetune
-from evidence.layout import ARCHITECTURES, router_slice
+from evidence.layout import router_slice
 from evidence.scoring import accuracy, load_flat
 from evidence.training import Job, train
 from moemerge.errors import CheckpointError, UsageError
@@ -114,10 +114,9 @@ def test_wrong_settings_are_refused_before_any_work(wrong, words, train_set, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_model_learns(arch, train_set, tmp_path):
+def test_a_model_learns(train_set, tmp_path):
     """Sixty steps on a few problems are enough to memorise them."""
-    start = train_set(tmp_path / "set", arch=arch, domains=("chat",))
+    start = train_set(tmp_path / "set", arch="qwen3_moe", domains=("chat",))
     drawn = problems("chat", split="train", count=8, seed=0, hard=False)
     assert not any(accuracy(start.base, drawn, device="cpu"))
     out = finetune(start.base, tmp_path / "tuned", drawn, steps=60, lr=4e-3, device="cpu", batch=16)

@@ -125,11 +125,11 @@ def test_large_units_in_runs_equal_the_whole(
     """The cut's magnitude, its ties and the L1 norm are those of the whole task vector."""
     settings = {**config(method, models, **parameters), "dtype": dtype}
     settings["parameters"] = {"rescale": True}
-    monkeypatch.setattr(_arithmetic, "CPU_CHUNK", 192)
+    monkeypatch.setattr(_arithmetic, "CPU_CHUNK", 768)
     whole = run(settings, tmp_path / "whole")
-    monkeypatch.setattr(plan_module, "RUN_ELEMENTS", 900)
-    monkeypatch.setattr(plan_module, "LARGE_RUN_ELEMENTS", 300)
-    monkeypatch.setattr(plan_module, "CHUNK_ELEMENTS", 192)
+    monkeypatch.setattr(plan_module, "RUN_ELEMENTS", 2400)
+    monkeypatch.setattr(plan_module, "LARGE_RUN_ELEMENTS", 1200)
+    monkeypatch.setattr(plan_module, "CHUNK_ELEMENTS", 768)
     plan = plan_merge(api.load_config(settings), MergeSettings()).plan
     assert sum(block.tensor == "model.embed_tokens.weight" for block in plan.blocks) > 2
     cut = run(settings, tmp_path / "cut")

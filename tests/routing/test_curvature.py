@@ -53,7 +53,7 @@ def test_token_curvature_equals_the_autograd_hessian(gate: Gate) -> None:
         torch.testing.assert_close(diagonal.own(z)[index], own, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("dense", "diagonal"), [(0.9, 0.1), (1.0, 0.15), (0.0, 1.0), (1.0, 0.0)])
+@pytest.mark.parametrize(("dense", "diagonal"), [(0.9, 0.1), (1.0, 0.15)])
 @each_curvature
 @pytest.mark.parametrize("count", [1, 3])
 def test_operator_equals_its_dense_twin(

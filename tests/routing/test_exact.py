@@ -252,7 +252,7 @@ def steep() -> tuple[Tensor, float]:
     return start, minimise_divergence(SOFTMAX, domains, start, tight).kl[-1]
 
 
-@pytest.mark.parametrize("kind", list(Preconditioner))
+@pytest.mark.parametrize("kind", [Preconditioner.NONE, Preconditioner.AUTO])
 def test_convergence_is_not_claimed_far_from_the_minimum(
     kind: Preconditioner, steep: tuple[Tensor, float]
 ) -> None:

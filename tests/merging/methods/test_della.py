@@ -22,7 +22,7 @@ def keeps(merge, theta, density=0.5, epsilon=0.3, repeats=400, **options):
 def test_keep_probability_follows_the_rank_in_the_row(merge):
     row = torch.tensor([5.0, -1.0, 3.0, -4.0, 2.0])
     theta = torch.stack([row, 1000 * row.flip(0), row * 0.001, row.roll(1)])
-    frequency = (keeps(merge, theta, repeats=1500) != 0).double().mean(0)
+    frequency = (keeps(merge, theta, repeats=600) != 0).double().mean(0)
     by_rank = torch.tensor([0.2, 0.35, 0.5, 0.65, 0.8], dtype=torch.float64)
     expected = by_rank[(row.abs() - 1).long()]
     for got, want in zip(
@@ -43,7 +43,7 @@ def test_rescaling(merge):
     l1 = merge("della_linear", [theta], base=torch.zeros(30, 40), params=p)
     torch.testing.assert_close(l1.abs().sum(), theta.abs().sum(), rtol=1e-4, atol=0)
     # divided by each one's own probability, the expectation is the task vector itself
-    mean = keeps(merge, theta[:2, :5], repeats=3000, rescale=True, rescale_norm="probability")
+    mean = keeps(merge, theta[:2, :5], repeats=1200, rescale=True, rescale_norm="probability")
     torch.testing.assert_close(mean.mean(0), theta[:2, :5], rtol=0.2, atol=0.1)
 
 
@@ -54,11 +54,11 @@ def test_rows_of_one_element_are_kept_with_the_density(merge):
 
 def test_a_vector_is_one_row_and_convolutions_have_a_row_per_output(merge):
     theta = torch.tensor([1.0, 2.0, 3.0])
-    frequency = (keeps(merge, theta, repeats=1000) != 0).double().mean(0)
+    frequency = (keeps(merge, theta) != 0).double().mean(0)
     torch.testing.assert_close(
         frequency, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64), rtol=0, atol=0.07
     )
-    cube = (keeps(merge, theta.view(1, 1, 3), repeats=1000) != 0).double().mean(0).flatten()
+    cube = (keeps(merge, theta.view(1, 1, 3)) != 0).double().mean(0).flatten()
     assert torch.equal(cube, frequency)
 
 
