@@ -117,6 +117,7 @@ def test_runs_of_rows_equal_the_whole(models, tmp_path, monkeypatch):
         ("breadcrumbs_ties", {"density": 0.4, "gamma": 0.2}, None),
         ("dare_ties", {"density": 0.4}, None),
         ("della", {"density": 0.4}, None),
+        ("consensus_ties", {"density": 0.4}, None),
     ],
 )
 def test_large_units_in_runs_equal_the_whole(
@@ -124,7 +125,8 @@ def test_large_units_in_runs_equal_the_whole(
 ):
     """The cut's magnitude, its ties and the L1 norm are those of the whole task vector."""
     settings = {**config(method, models, **parameters), "dtype": dtype}
-    settings["parameters"] = {"rescale": True}
+    if method != "consensus_ties":
+        settings["parameters"] = {"rescale": True}
     monkeypatch.setattr(_arithmetic, "CPU_CHUNK", 768)
     whole = run(settings, tmp_path / "whole")
     monkeypatch.setattr(plan_module, "RUN_ELEMENTS", 2400)
@@ -146,7 +148,21 @@ def test_only_elementwise_methods_without_wrappers_are_cut_into_runs(models, mon
         return sum(block.tensor == "model.embed_tokens.weight" for block in plan.blocks)
 
     assert blocks("task_arithmetic") > 10
-    assert blocks("consensus_ties") == blocks("task_arithmetic", wrap=["svc"]) == 1
+    assert blocks("multislerp") == blocks("task_arithmetic", wrap=["svc"]) == 1
+
+
+@pytest.mark.parametrize("method", ["sce", "pcb", "ramplus_tl"])
+def test_a_method_that_needs_a_whole_matrix_warns_first(models, method):
+    inputs = {**config(method, models), "models": [{"model": str(m)} for m in models[1:]]}
+
+    def notices(**settings):
+        job = plan_merge(api.load_config(inputs), MergeSettings(**settings))
+        return [n for n in job.plan.notices if "at once" in n]
+
+    assert notices() == []
+    (warning,) = notices(memory="10kB")
+    assert "model.embed_tokens.weight is merged at once by" in warning
+    assert "of memory; `memory` is 10.0 kB" in warning
 
 
 @pytest.mark.parametrize("length", [500, 2**17])

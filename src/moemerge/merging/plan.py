@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -277,9 +277,9 @@ class Ledger:
             if known is None or known.fate is Fate.DROPPED:
                 accounts[tensor] = account
 
-    def __contains__(self, key: tuple[str, str]) -> bool:
-        model, tensor = key
-        return tensor in self._accounts[model]
+    def tensors(self, model: str) -> Collection[str]:
+        """Return the recorded tensors of a model."""
+        return self._accounts[model].keys()
 
     def complete(self, models: Mapping[str, OpenModel]) -> Accounts:
         """Return one account for every input tensor. Unused tensors are dropped."""

@@ -398,9 +398,9 @@ class Planner:
         known = set(self.index[reference].by_key)
         for name, index in self.index.items():
             unknown = []
-            for tensor, units in index.by_tensor.items():
-                if (name, tensor) in self.ledger:
-                    continue
+            used = self.ledger.tensors(name)
+            for tensor in [t for t in index.by_tensor if t not in used]:
+                units = index.by_tensor[tensor]
                 if units[0].role is Role.HEAD and self.index[reference].head is not None:
                     self._tied_head(name, reference, tensor)
                 elif units[0].key not in known:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moemerge.merging.method import Facts, Remark
-from moemerge.merging.plan import Fate, MergePlan
+from moemerge.merging.plan import MERGED, Fate, MergePlan
 from moemerge.runtime.progress import counted, first_few
 
 
@@ -118,11 +118,12 @@ def _accounts(plan: MergePlan, bases: Collection[str]) -> tuple[ModelAccount, ..
     merged: dict[str, int] = defaultdict(int)
     rest: dict[tuple[str, Fate], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for model, accounts in plan.accounts.items():
-        for tensor, (fate, reason) in accounts.items():
-            if fate is Fate.MERGED and not reason:
-                merged[model] += 1
-            else:
-                rest[model, fate][reason].append(tensor)
+        others = [
+            (tensor, account) for tensor, account in accounts.items() if account is not MERGED
+        ]
+        merged[model] = len(accounts) - len(others)
+        for tensor, (fate, reason) in others:
+            rest[model, fate][reason].append(tensor)
     return tuple(
         ModelAccount(
             name=m.name,

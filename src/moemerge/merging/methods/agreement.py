@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.method import (
+    InRuns,
+    ModelTensor,
+    NoParams,
+    UnitInfo,
+    merge_method,
+    merges_in_runs,
+    param,
+)
 from moemerge.merging.methods._arithmetic import chunks, flat, gram, scratch
+from moemerge.merging.methods._runs import Deltas, Run, Thinning, trimming
 from moemerge.merging.methods._selection import keep_largest_, kept_count, ordered_at
 from moemerge.merging.methods._sparsify import trim_
 from moemerge.merging.methods._task_vectors import (
@@ -73,6 +82,26 @@ def consensus_ta(
     return _where_agreed(base, total, deltas, [i.params.threshold for i in inputs], options)
 
 
+def _survey(
+    deltas: Deltas, params: ConsensusTiesParams, options: object, position: int, unit: UnitInfo
+) -> Thinning:
+    return trimming(deltas, params.density, 0.0, rescale=False)
+
+
+def _run(
+    inputs: Sequence[ModelTensor],
+    base: Tensor,
+    options: ConsensusOptions,
+    thinnings: Sequence[Thinning],
+    number: int,
+    start: int,
+) -> Tensor:
+    vectors = [task_vector(i, base) for i in inputs]
+    for vector, thinning in zip(vectors, thinnings, strict=True):
+        thinning.change_(Run(number, start, vector.values))
+    return _elected_where_agreed(inputs, base, vectors, options)
+
+
 @merge_method(
     "consensus_ties",
     base=BasePolicy.REQUIRED,
@@ -80,6 +109,7 @@ def consensus_ta(
     options=ConsensusOptions,
     models=(2, None),
 )
+@merges_in_runs(InRuns(_survey, _run))
 def consensus_ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: ConsensusOptions, unit: UnitInfo
 ) -> Tensor:
@@ -87,6 +117,15 @@ def consensus_ties(
     vectors = [task_vector(i, base) for i in inputs]
     for vector, model in zip(vectors, inputs, strict=True):
         trim_(vector, model.params.density, rescale=False)
+    return _elected_where_agreed(inputs, base, vectors, options)
+
+
+def _elected_where_agreed(
+    inputs: Sequence[ModelTensor],
+    base: Tensor,
+    vectors: Sequence[TaskVector],
+    options: ConsensusOptions,
+) -> Tensor:
     total = flat(add_elected(torch.zeros_like(base), vectors, normalize=False, factor=1.0))
     deltas = [flat_difference(i.tensor, base) for i in inputs]  # masks use untrimmed vectors
     return _where_agreed(base, total, deltas, [i.params.threshold for i in inputs], options)
