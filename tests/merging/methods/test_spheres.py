@@ -106,6 +106,7 @@ def test_karcher_by_hand(merge):
 
 def test_karcher_of_zeros_and_opposites(merge):
     close(merge("karcher", [EAST, [0.0, 0.0]]), [0.5, 0.0])
+    close(merge("karcher", [EAST, [0.0, 1e-44]]), [0.5, 0.0])  # its inverse is no float32
     close(merge("karcher", [[0.0, 0.0]] * 2), [0.0, 0.0])
     close(merge("karcher", [EAST, [-3.0, 0.0]]), [-1.0, 0.0])
     close(merge("karcher", [EAST, [-1.0, 0.0], NORTH]), at(90))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 _PARALLEL = 0.9995  # mergekit's: closer to ±1, interpolation is linear
+_NO_LENGTH = 1e-30  # relative to the longest; the inverse of less overflows in float32
 
 
 @dataclass(frozen=True)
@@ -162,14 +163,15 @@ def karcher(
 ) -> Tensor:
     """Take the Karcher mean of the models' directions on the sphere, at their mean length.
 
-    Zero tensors have no direction but count towards the mean length. Directions that cancel have
-    no mean: then the result is the plain average.
+    Tensors of zeros, or nearly so, have no direction but count towards the mean length. Directions
+    that cancel have no mean: then the result is the plain average.
     """
     tensors = [i.tensor for i in inputs]
     g = gram(tensors)
     norms = g.diagonal().sqrt()
-    inverse = torch.where(norms > 0, 1 / norms, 0.0)
-    mean = _mean_direction(g * inverse[:, None] * inverse, norms > 0, options.max_iter, options.tol)
+    valid = norms > norms.max() * _NO_LENGTH
+    inverse = torch.where(valid, 1 / norms, 0.0)
+    mean = _mean_direction(g * inverse[:, None] * inverse, valid, options.max_iter, options.tol)
     if mean is None:
         return weighted_sum(tensors, [1 / len(tensors)] * len(tensors))
     return weighted_sum(tensors, (mean * inverse * norms.mean()).tolist())
