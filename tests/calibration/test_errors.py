@@ -63,33 +63,6 @@ def test_names_must_match_on_both_sides(case: cases.Case, tmp_path: Path) -> Non
     refused(case, tmp_path, UsageError, "no source given", sources={}, data={})
 
 
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
-        ("", "the file is empty"),
-        ("\n \n", "the file is empty"),
-        ('{"text": ""}\n', "no token for domain 'math'"),
-        ('{"text": "one"}\n{"text": two}\n', r"math\.jsonl, row 2: not JSON"),
-        ('["one"]\n', r"row 1: got a JSON list"),
-        ('{"txt": "one"}\n', r"row 1: unknown form, keys found: 'txt'"),
-        ('{"messages": [{"role": "user", "content": "one"}]}\n', "needs a chat template"),
-    ],
-)
-def test_text_that_cannot_be_used(
-    content: str, match: str, case: cases.Case, tmp_path: Path
-) -> None:
-    if content == '{"text": ""}\n':
-        # Our tokenizer begins every row with <s>: a chat of nothing is truly empty.
-        content = '{"prompt": ""}\n'
-        template = tmp_path / "merged"
-        shutil.copytree(case.merged, template)
-        (template / "chat_template.jinja").write_text("{{ '' }}")
-        case = cases.Case(template, case.sources, case.data)
-    path = tmp_path / "math.jsonl"
-    path.write_text(content)
-    refused(case, tmp_path, DataError, match, data={**case.data, "math": path})
-
-
 def test_files_that_cannot_be_read(case: cases.Case, tmp_path: Path) -> None:
     (tmp_path / "math.txt").write_text("one two")
     (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n')[:-9])
@@ -227,16 +200,6 @@ def test_output_folders_that_must_not_be_written(case: cases.Case, tmp_path: Pat
     with pytest.raises(CheckpointError, match="it holds thesis"):
         case.calibrate(tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
-
-
-def test_an_output_is_overwritten_only_on_request(case: cases.Case, tmp_path: Path) -> None:
-    case.calibrate(tmp_path / "out")
-    first = cases.weights(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="overwrite=True"):
-        case.calibrate(tmp_path / "out", alpha=0.5)
-    assert cases.weights(tmp_path / "out") == first
-    case.calibrate(tmp_path / "out", alpha=0.5, overwrite=True)
-    assert cases.weights(tmp_path / "out") != first
 
 
 def test_too_little_memory_is_told_before_the_work(

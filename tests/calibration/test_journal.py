@@ -179,20 +179,6 @@ def test_what_was_noticed_before_the_end_is_not_forgotten(case_of: CaseOf, tmp_p
     assert not out.exists()
 
 
-def test_overwrite_replaces_the_journal_of_another_run(case_of: CaseOf, tmp_path: Path) -> None:
-    case = case_of("olmoe")
-    interrupt_after_two_layers(case, tmp_path / "out")
-    with pytest.raises(UsageError, match="unfinished work of another run"):
-        case.calibrate(tmp_path / "out", alpha=0.5, overwrite=True, resume=True)
-    report = case.calibrate(tmp_path / "out", alpha=0.5, overwrite=True)
-    assert report.resumed == 0
-    assert not cases.leftovers(tmp_path / "out")
-
-
-def test_nothing_to_resume_is_a_plain_run(case_of: CaseOf, tmp_path: Path) -> None:
-    assert case_of("olmoe").calibrate(tmp_path / "out", resume=True).resumed == 0
-
-
 def test_an_interrupted_run_keeps_its_journal_and_frees_it(case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("olmoe")
     with pytest.raises(KeyboardInterrupt):
@@ -213,33 +199,6 @@ def test_what_strict_refuses_is_not_lost(case_of: CaseOf, tmp_path: Path) -> Non
     assert cases.leftovers(out) == [".out.journal"]
     assert case.calibrate(out, **settings).resumed == 1
     assert not cases.leftovers(out)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("layers.1.mlp", "layers.2.mlp"), ('"residual": ', '"residual": 1'), ("{", "[")],
-)
-def test_a_changed_entry_is_not_believed(
-    case_of: CaseOf, tmp_path: Path, old: str, new: str
-) -> None:
-    case, out = case_of("olmoe"), tmp_path / "out"
-    whole = case.calibrate(tmp_path / "whole")
-    interrupt_after_two_layers(case, out)
-    path = journal_path(out) / "0001.json"
-    path.write_text(path.read_text().replace(old, new, 1))
-    report = case.calibrate(out)
-    assert report.resumed == 1
-    assert cases.weights(out) == cases.weights(tmp_path / "whole")
-    assert [row["residual"] for row in report.layers] == [row["residual"] for row in whole.layers]
-
-
-def test_an_entry_of_another_run_is_not_replayed(case_of: CaseOf, tmp_path: Path) -> None:
-    case, out, other = case_of("olmoe"), tmp_path / "out", tmp_path / "other"
-    interrupt_after_two_layers(case, out)
-    interrupt_after_two_layers(case, other, alpha=0.5)
-    for name in ("0001.json", "0001.bin"):
-        (journal_path(other) / name).replace(journal_path(out) / name)
-    assert case.calibrate(out).resumed == 1
 
 
 def test_a_journal_that_is_a_link_is_refused(case_of: CaseOf, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from moemerge.calibration.report import holdout_notices
 from moemerge.calibration.run import run_calibration
 from moemerge.calibration.settings import CalibrationSettings
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.errors import ArchitectureError, ConfigError, DataError, UsageError
+from moemerge.errors import ArchitectureError, ConfigError, DataError
 from moemerge.runtime.progress import Silent
 from moemerge.text import domains
 
@@ -109,17 +109,6 @@ def test_held_out_rows_are_measured_and_not_solved_on(case_of: CaseOf, tmp_path:
     assert report.totals["holdout"]["kl_after"].keys() == case.sources.keys()
 
 
-def test_limits_choose_the_text(case_of: CaseOf, tmp_path: Path) -> None:
-    case = case_of("olmoe")
-    few = case.calibrate(tmp_path / "few", max_tokens=50)
-    assert set(few.layers[0]["tokens"].values()) == {50}
-    short = case.calibrate(tmp_path / "short", max_length=4, limit=5)
-    assert set(short.layers[0]["tokens"].values()) == {20}
-    other = case.calibrate(tmp_path / "other", max_length=4, limit=5, seed=1)
-    assert cases.weights(tmp_path / "short") != cases.weights(tmp_path / "other")
-    assert other.layers[0]["tokens"] == short.layers[0]["tokens"]
-
-
 def test_several_files_are_one_domain(case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("olmoe")
     lines = case.data["math"].read_text().splitlines(keepends=True)
@@ -131,17 +120,7 @@ def test_several_files_are_one_domain(case_of: CaseOf, tmp_path: Path) -> None:
     assert cases.weights(tmp_path / "one") == cases.weights(tmp_path / "two")
 
 
-@pytest.mark.parametrize("preconditioner", ["none", "jacobi", "block", "kronecker"])
-def test_preconditioners_agree(preconditioner: str, case_of: CaseOf, tmp_path: Path) -> None:
-    case = case_of("olmoe")
-    report = case.calibrate(tmp_path / "out", preconditioner=preconditioner)
-    assert {row["preconditioner"] for row in report.layers} == {preconditioner}
-    plain = case.calibrate(tmp_path / "plain")
-    for row, other in zip(report.layers, plain.layers, strict=True):
-        assert row["kl_after"] == pytest.approx(other["kl_after"], rel=1e-3)
-
-
-@pytest.mark.parametrize("rows", [14, 120])
+@pytest.mark.parametrize("rows", [14])
 @pytest.mark.parametrize("mean", [1.0, 10.0])
 def test_features_with_a_mean_and_sure_routers_take_few_steps(
     mean: float, rows: int, zoo_folder: Callable[..., Path], tmp_path: Path
@@ -151,16 +130,6 @@ def test_features_with_a_mean_and_sure_routers_take_few_steps(
     report = cases.make_case(hard, tmp_path, rows=rows).calibrate(tmp_path / "out")
     solves = [(row["status"], row["iterations"] <= 60) for row in report.to_json()["layers"]]
     assert solves == [("converged", True)] * 3
-
-
-def test_chat_rows_go_through_the_template(case_of: CaseOf, tmp_path: Path) -> None:
-    case = case_of("olmoe", template=True)
-    path = tmp_path / "chat.jsonl"
-    turns = [{"role": "user", "content": "add two"}, {"role": "assistant", "content": "is ten"}]
-    path.write_text(json.dumps({"messages": turns}) + "\n")
-    report = case.calibrate(tmp_path / "out", data={**case.data, "math": path})
-    # <|user|> add two <|end|> <|assistant|> is ten <|end|>; no <s>: the template decides.
-    assert report.layers[0]["tokens"]["math"] in (8, 9)
 
 
 def test_lower_precision_of_the_forward(case_of: CaseOf, tmp_path: Path) -> None:
@@ -506,16 +475,6 @@ def test_run_refuses_models_without_routers(tmp_path: Path) -> None:
     with pytest.raises(ArchitectureError, match="no experts"):
         moemerge.run(calibrated_config(case), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_settings_as_a_whole_or_one_by_one(case_of: CaseOf, tmp_path: Path) -> None:
-    from moemerge.calibration.settings import CalibrationSettings
-
-    settings = CalibrationSettings(layers="2")
-    report = case_of("olmoe").calibrate(tmp_path / "out", settings=settings)
-    assert [row["layer"] for row in report.layers] == [2]
-    with pytest.raises(UsageError, match="also one by one: alpha"):
-        case_of("olmoe").calibrate(tmp_path / "two", settings=settings, alpha=0.5)
 
 
 PARTS = {"prepare", "text", "wait for weights", "attention", "experts", "statistics", "solve",

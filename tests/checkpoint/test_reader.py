@@ -148,20 +148,6 @@ def test_tensors_that_the_index_forgot_are_read(make_folder: MakeFolder) -> None
     assert set(checkpoint) == {"x", "forgotten"}
 
 
-def test_two_copies_of_a_tensor_must_be_equal(make_folder: MakeFolder) -> None:
-    files = {
-        "a.safetensors": {"x": torch.ones(2)},
-        "b.safetensors": {"x": torch.ones(2), "y": torch.ones(1)},
-    }
-    weight_map = {"x": "a.safetensors", "y": "b.safetensors"}
-    checkpoint = Checkpoint.open(make_folder(files=files, weight_map=weight_map))
-    assert torch.equal(checkpoint["x"], torch.ones(2))
-    files["b.safetensors"]["x"] = torch.zeros(2)
-    other = make_folder(name="other", files=files, weight_map=weight_map)
-    with pytest.raises(CheckpointError, match="and, with other values, in"):
-        Checkpoint.open(other)
-
-
 def test_single_file_beside_an_index_is_ambiguous(make_folder: MakeFolder) -> None:
     files = {"model.safetensors": {"x": torch.ones(2)}, "a.safetensors": {"x": torch.ones(2)}}
     with pytest.raises(CheckpointError, match="unclear which of the two"):

@@ -17,15 +17,14 @@ from moemerge.calibration.settings import CalibrationSettings
 from moemerge.cli.app import app
 from moemerge.cli.flags import ADVANCED, FEW, add_verb, given
 from moemerge.collecting.settings import CollectingSettings
-from moemerge.config.fields import Strict, read_by
+from moemerge.config.fields import AutoOrPositive, Strict
 from moemerge.config.settings import MergeSettings, PlanSettings, settings_of
 from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import ConfigError, UsageError
-from moemerge.refitting.settings import Ridge, ridge_value
 
 
 class Knobs(Strict):
-    ridge: Annotated[Ridge, read_by(ridge_value, Ridge)] = Field("auto", description="strength")
+    ridge: AutoOrPositive = Field("auto", description="strength")
     count: int | None = Field(None, description="most of them (default: all)")
     parts: tuple[str, ...] = Field((), description="parts")
     loud: bool = Field(True, description="say more")

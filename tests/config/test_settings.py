@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from pydantic import Field
@@ -11,19 +11,18 @@ from moemerge import api
 from moemerge.calibration.settings import CalibrationKeywords, CalibrationSettings
 from moemerge.collecting.settings import CollectingKeywords, CollectingSettings
 from moemerge.config.fields import (
+    AutoOrPositive,
     DataFiles,
     Files,
     LayerSelection,
     PositiveInt,
     Strict,
-    read_by,
 )
 from moemerge.config.settings import MergeKeywords, MergeSettings, Setting, settings_of
 from moemerge.data.settings import DataKeywords, DataSettings
 from moemerge.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
 from moemerge.errors import ConfigError
 from moemerge.experiments.settings import StudyKeywords, StudySettings
-from moemerge.refitting.settings import Ridge, ridge_value
 from moemerge.tuning.settings import (
     TuningKeywords,
     TuningOutputKeywords,
@@ -99,7 +98,7 @@ def test_wrong_values_are_our_errors_with_every_problem() -> None:
 class Many(Strict):
     """A field of every kind."""
 
-    ridge: Annotated[Ridge, read_by(ridge_value, Ridge)] = Field("auto", description="strength")
+    ridge: AutoOrPositive = Field("auto", description="strength")
     count: PositiveInt | None = None
     parts: tuple[str, ...] = ()
     files: Files | None = None

@@ -59,15 +59,6 @@ def test_it_is_what_diagnose_measures(case: Case, tmp_path: Path) -> None:
     assert "…" not in narrow + verbose
 
 
-def test_it_can_be_left_out(case: Case, tmp_path: Path) -> None:
-    report = case.refit(tmp_path / "out", ridge=0.01, router="keep", measure=False)
-    assert report.diagnosis is None
-    assert "own features" not in (tmp_path / "out" / "README.md").read_text()
-    assert "own features" not in shown(report, 200)
-    without = case.refit(tmp_path / "none", ridge=0.01, router="keep", holdout=0)
-    assert without.diagnosis is None  # no row is held out
-
-
 def test_what_cannot_be_added_to_the_card_is_told(case: Case, tmp_path: Path) -> None:
     """OUT is whole by then: its weights, report and card stand."""
     out, notes = tmp_path / "out", []

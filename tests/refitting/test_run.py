@@ -228,17 +228,6 @@ def test_a_resumed_run_ends_with_the_same_bytes(
     assert [layer["maps"] for layer in report.layers] == [layer["maps"] for layer in whole]
 
 
-def test_another_run_cannot_be_resumed(
-    case: Case, killed_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    killed_after(1)
-    with pytest.raises(Killed):
-        case.refit(tmp_path / "out", **FAST)
-    monkeypatch.undo()
-    with pytest.raises(UsageError, match=r"settings\.ridge"):
-        case.refit(tmp_path / "out", **{**FAST, "ridge": 0.02})
-
-
 # --- parked elsewhere ---------------------------------------------------------------------------
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moemerge.checkpoint.output import temporary_folder, writing
 from moemerge.checkpoint.tensors import as_bytes
@@ -21,7 +21,7 @@ from moemerge.features.input_hooks import InputHooks, UnitMap
 from moemerge.features.routers import Anatomy
 from moemerge.features.settings import StreamSettings
 from moemerge.features.spill import Offload
-from moemerge.features.stops import Call
+from moemerge.features.stops import Call, Rerun
 from moemerge.features.stream import ModelStream
 from moemerge.runtime.devices import available_memory
 from moemerge.runtime.progress import Progress
@@ -29,9 +29,6 @@ from moemerge.text.batches import Batch
 
 # Fraction of the free memory that stored hidden states may use.
 SHARE = 0.3
-
-Rerun = Callable[[nn.Module, Tensor], Any]  # calls a layer again, on hidden states
-
 
 StateKey = tuple[int, int]  # (layer, batch)
 
@@ -175,7 +172,10 @@ class _InputKeeper:
                     self.forward.tail = call.path
                     self.forward.store.put((len(self._layers), number), hidden)
                 continue
-            hidden, again = _rerun(call)
+            rerun = call.rerun()
+            if rerun is None:
+                raise ArchitectureError(f"{call.path} is called without hidden states")
+            hidden, again = rerun
             self.forward.calls[layer, number] = again
             self.forward.store.put((layer, number), hidden)
 
@@ -187,15 +187,3 @@ class _InputKeeper:
                 f"{called}; gradients cannot be sent back through it",
                 hint='gram statistics need the forward pass alone: `kind="gram"`',
             )
-
-
-def _rerun(call: Call) -> tuple[Tensor, Rerun]:
-    """Return the hidden states of a layer's call, and a function that calls it with others."""
-    if call.args and isinstance(call.args[0], Tensor):
-        rest, kwargs = call.args[1:], call.kwargs
-        return call.args[0], lambda layer, x: layer(x, *rest, **kwargs)
-    name = "hidden_states"
-    if not isinstance(call.kwargs.get(name), Tensor):
-        raise ArchitectureError(f"{call.path} is called without hidden states")
-    others = {key: value for key, value in call.kwargs.items() if key != name}
-    return call.kwargs[name], lambda layer, x: layer(hidden_states=x, **others)

@@ -295,6 +295,15 @@ def read_by(read: Callable[[Any], object], form: Any) -> PlainValidator:
     return PlainValidator(read, json_schema_input_type=form)
 
 
+def auto_or_positive(raw: object) -> float | Literal["auto"]:
+    """Read `auto`, or a number above zero."""
+    if raw == "auto":
+        return "auto"
+    if isinstance(raw, int | float) and not isinstance(raw, bool) and 0.0 < raw < float("inf"):
+        return float(raw)
+    raise FaultsError.one(f"expected auto, or a number above 0, not {shown(raw)}")
+
+
 ModelForm = str | dict[str, Any]
 DtypeForm = Annotated[
     str, WithJsonSchema({"enum": [f"{p}{n}" for p in ("", "torch.") for n in FLOAT_NAMES]})
@@ -302,6 +311,9 @@ DtypeForm = Annotated[
 ModelField = Annotated[ModelRef, read_by(model_ref, ModelForm)]
 DtypeField = Annotated[str, read_by(dtype_field, DtypeForm)]
 ChatTemplateField = Annotated[str, read_by(chat_template, str)]
+AutoOrPositive = Annotated[
+    float | Literal["auto"], read_by(auto_or_positive, float | Literal["auto"])
+]
 LayerRange = Annotated[tuple[int, int], read_by(layer_range, list[int])]
 ValueForm = float | bool | str | dict[str, Any] | list[float | dict[str, Any]]
 ValueField = Annotated[ParameterValue, read_by(parse_value, ValueForm)]

@@ -7,14 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moemerge.config.faults import FaultsError, shown
-from moemerge.config.fields import PositiveInt, read_by
+from moemerge.config.fields import AutoOrPositive, PositiveInt, read_by
 from moemerge.config.repairs import Repair, RepairKeywords, RepairSettings
 from moemerge.config.settings import Flag, Share
 
 Only = Literal["routers", "experts", "attention"]
 OptimiserChoice = Literal["auto", "adamw", "adafactor"]
 StepCount = int | Literal["auto"]
-Rate = float | Literal["auto"]
 UnitShare = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 
 
@@ -27,15 +26,6 @@ def read_steps(raw: object) -> StepCount:
     raise FaultsError.one(f"expected auto, or a whole number above 0, not {shown(raw)}")
 
 
-def read_rate(raw: object) -> Rate:
-    """Read `auto`, or a number above zero."""
-    if raw == "auto":
-        return "auto"
-    if isinstance(raw, int | float) and not isinstance(raw, bool) and 0.0 < raw < float("inf"):
-        return float(raw)
-    raise FaultsError.one(f"expected auto, or a number above 0, not {shown(raw)}")
-
-
 class DistillSettings(RepairSettings):
     """How a model is trained on the distributions of its sources."""
 
@@ -45,7 +35,7 @@ class DistillSettings(RepairSettings):
         "auto",
         description="optimiser steps (auto: two epochs, at least 100 steps, at most 16 epochs)",
     )
-    learning_rate: Annotated[Rate, read_by(read_rate, Rate)] = Field(
+    learning_rate: AutoOrPositive = Field(
         "auto",
         description="highest learning rate (auto: chosen by the held-out divergence after short "
         "trials)",
@@ -97,7 +87,7 @@ class DistillKeywords(RepairKeywords, total=False):
     """`DistillSettings` one by one."""
 
     steps: StepCount
-    learning_rate: Rate
+    learning_rate: float | Literal["auto"]
     batch: int
     only: Only | None
     lora: int | None

@@ -15,6 +15,8 @@ from moemerge.features.weights import Weights
 from moemerge.features.workers import Pause, PauseKind, Worker, current_worker
 from moemerge.text.batches import Batch
 
+Rerun = Callable[[nn.Module, Tensor], Any]  # calls a layer again, on other hidden states
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -30,6 +32,17 @@ class Call:
         if position < len(self.args):
             return self.args[position]
         return next((self.kwargs[name] for name in names if name in self.kwargs), None)
+
+    def rerun(self) -> tuple[Tensor, Rerun] | None:
+        """Return a layer's hidden states, and a function that calls it with others."""
+        if self.args and isinstance(self.args[0], Tensor):
+            rest, kwargs = self.args[1:], self.kwargs
+            return self.args[0], lambda layer, x: layer(x, *rest, **kwargs)
+        name = "hidden_states"
+        if not isinstance(self.kwargs.get(name), Tensor):
+            return None
+        others = {key: value for key, value in self.kwargs.items() if key != name}
+        return self.kwargs[name], lambda layer, x: layer(hidden_states=x, **others)
 
 
 # Called with a batch, the positions of its real tokens (None: all) and its calls since it last

@@ -270,14 +270,15 @@ def _sample(
     return sorted({ranked[(2 * at + 1) * count // (2 * size)] for at in range(size)})
 
 
-def first_projection(
+def own_projection(
     stack: ExpertStack,
+    which: str,
     source: Callable[[DomainKey], tuple[ExpertStack, Tensor]],
 ) -> Problem:
-    """Fit gate and up to the source expert's output on the source's own hidden state.
+    """Fit a projection, "up" (with gate) or "down", to the source expert's output on its own state.
 
     `source` returns the experts of a domain's source and the states that they read, (tokens, d). An
-    expert that stands for several of the source keeps its first projections: it has no counterpart.
+    expert that stands for several of the source keeps its projection: it has no counterpart.
     """
 
     def problem(routing: RoutedDomain, expert: int) -> Iterator[ExpertRows]:
@@ -285,13 +286,15 @@ def first_projection(
         counterpart = theirs.behind(expert)
         if counterpart is None:
             return
-        wanted = theirs.affine("up", counterpart).widened()
-        now = stack.affine("up", expert).widened()
+        wanted = theirs.affine(which, counterpart).widened()
+        now = stack.affine(which, expert).widened()
         tokens, roots = routing.of_expert(expert)
         for rows in blocks(len(tokens), max(now.weight.shape), tokens.device):
             x = routing.x.index_select(0, tokens[rows])
-            missing = wanted(states.index_select(0, tokens[rows])) - now(x)
-            yield ExpertRows(x, missing, roots[rows])
+            state = states.index_select(0, tokens[rows])
+            if which == "down":
+                x, state = stack.inner(expert, x), theirs.inner(counterpart, state)
+            yield ExpertRows(x, wanted(state) - now(x), roots[rows])
 
     return problem
 
@@ -318,27 +321,5 @@ def last_projection(
             inner = stack.inner(expert, routing.x.index_select(0, places))
             by = scale.index_select(0, places) if isinstance(scale, Tensor) else scale
             yield ExpertRows(inner, share.index_select(0, places), roots[rows], by)
-
-    return problem
-
-
-def own_last_projection(
-    stack: ExpertStack, source: Callable[[DomainKey], tuple[ExpertStack, Tensor]]
-) -> Problem:
-    """Fit down to the source expert's output, for experts that do not write to the hidden state."""
-
-    def problem(routing: RoutedDomain, expert: int) -> Iterator[ExpertRows]:
-        theirs, states = source(routing.key)
-        counterpart = theirs.behind(expert)
-        if counterpart is None:
-            return
-        wanted = theirs.affine("down", counterpart).widened()
-        now = stack.affine("down", expert).widened()
-        tokens, roots = routing.of_expert(expert)
-        for rows in blocks(len(tokens), max(now.weight.shape), tokens.device):
-            places = tokens[rows]
-            inner = stack.inner(expert, routing.x.index_select(0, places))
-            said = wanted(theirs.inner(counterpart, states.index_select(0, places)))
-            yield ExpertRows(inner, said - now(inner), roots[rows])
 
     return problem

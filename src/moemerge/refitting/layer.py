@@ -20,9 +20,8 @@ from moemerge.refitting.experts import (
     ProjectionFit,
     RoutedBatch,
     by_domain,
-    first_projection,
     last_projection,
-    own_last_projection,
+    own_projection,
 )
 from moemerge.refitting.least_squares import (
     Affine,
@@ -221,10 +220,8 @@ class LayerFitter:
                 scales=self.scales,
                 ranks=self.ranks,
             )
-            if which == "up":
-                problem, target = first_projection(stack, source), "output"
-            elif place is None:
-                problem, target = own_last_projection(stack, source), "output"
+            if which == "up" or place is None:
+                problem, target = own_projection(stack, which, source), "output"
             else:
                 states.clear()
                 problem, target = self._last(stack, batches, place), "hidden state"

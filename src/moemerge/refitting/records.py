@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moemerge.features.stops import Call
+from moemerge.features.stops import Call, Rerun
 from moemerge.features.tokens import real_tokens
 from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
@@ -101,8 +101,6 @@ def _output(call: Call) -> Any:
 
 # --- drift --------------------------------------------------------------------------------------
 
-Again = Callable[[nn.Module, Tensor], Any]  # calls a layer again, on other hidden states
-
 
 @dataclass
 class AsMerged:
@@ -112,7 +110,7 @@ class AsMerged:
     batches: Collection[BatchId]  # those that are followed
     copies: bool  # activations of a waiting batch may be offloaded
     working: bool = True  # until a layer cannot be called again
-    _calls: dict[BatchId, tuple[Again, Tensor | None]] = field(default_factory=dict)
+    _calls: dict[BatchId, tuple[Rerun, Tensor | None]] = field(default_factory=dict)
     _hidden: dict[BatchId, Tensor] = field(default_factory=dict)
 
     def on_calls(self, batch: Batch, rows: Tensor | None, calls: list[Call]) -> None:
@@ -122,7 +120,7 @@ class AsMerged:
         for call in calls:
             if call.path not in self.layers or call.out is not None:
                 continue
-            rerun = _again(call)
+            rerun = call.rerun()
             if rerun is None:
                 self.working = False
                 return
@@ -150,17 +148,6 @@ class AsMerged:
         """Return the states after the layer that ran last, (tokens, d)."""
         hidden = self._hidden.get(id(batch)) if self.working else None
         return None if hidden is None else real_tokens(hidden, batch, rows)
-
-
-def _again(call: Call) -> tuple[Tensor, Again] | None:
-    if call.args and isinstance(call.args[0], Tensor):
-        rest, kwargs = call.args[1:], call.kwargs
-        return call.args[0], lambda layer, x: layer(x, *rest, **kwargs)
-    name = "hidden_states"
-    if not isinstance(call.kwargs.get(name), Tensor):
-        return None
-    others = {key: value for key, value in call.kwargs.items() if key != name}
-    return call.kwargs[name], lambda layer, x: layer(hidden_states=x, **others)
 
 
 @dataclass

@@ -8,14 +8,13 @@ from typing import Annotated, Any, Final, Literal, get_args
 from pydantic import Field
 
 from moemerge.config.faults import FaultsError, listed, shown
-from moemerge.config.fields import LayerSelection, read_by
+from moemerge.config.fields import AutoOrPositive, LayerSelection, read_by
 from moemerge.config.repairs import Repair, RepairKeywords, RepairSettings
 from moemerge.config.settings import REQUANTIZE, Flag, LayersField, Requantize, Share
 from moemerge.registry import did_you_mean
 
 Part = Literal["attention", "router", "experts", "head"]
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
-Ridge = float | Literal["auto"]
 RouterBy = Literal["exact", "harc", "keep"]
 
 
@@ -32,21 +31,12 @@ def chosen_parts(raw: object) -> tuple[Part, ...]:
     return tuple(part for part in PARTS if part in names or "all" in names)
 
 
-def ridge_value(raw: object) -> Ridge:
-    """Read `auto`, or a number above zero."""
-    if raw == "auto":
-        return "auto"
-    if isinstance(raw, int | float) and not isinstance(raw, bool) and 0.0 < raw < float("inf"):
-        return float(raw)
-    raise FaultsError.one(f"expected auto, or a number above 0, not {shown(raw)}")
-
-
 class RefitSettings(RepairSettings):
     """How the linear maps of a merged model are refitted."""
 
     common = "ridge parts"
 
-    ridge: Annotated[Ridge, read_by(ridge_value, Ridge)] = Field(
+    ridge: AutoOrPositive = Field(
         "auto",
         description="how strongly maps are held to their merged weights: auto: chosen on "
         "held-out rows, or a number λ",
@@ -86,7 +76,7 @@ class RefitSettings(RepairSettings):
 class RefitKeywords(RepairKeywords, total=False):
     """`RefitSettings` one by one."""
 
-    ridge: Ridge
+    ridge: float | Literal["auto"]
     parts: str | Sequence[str] | tuple[Part, ...]
     router: RouterBy
     requantize: Requantize
