@@ -34,6 +34,7 @@ def cases():
     yield "two", torch.tensor([-1.0, 1.0])
     yield "tiny numbers", random[:1000] * 1e-40  # subnormal
     yield "ascending", torch.arange(1000.0)
+    yield "striped", random * (torch.arange(len(random)) % 13 > 0)  # a sample has only zeros
     yield "wide", random.double()
     yield "wide rounded", random.bfloat16().double()
 
