@@ -19,6 +19,9 @@ def test_each_model_completes_each_prompt(tmp_path: Path) -> None:
     answers = [line[1] for line in lines]
     assert answers[:2] == answers[2:]  # the same model twice
     assert len(answers[0]) > 2
+    done = moemerge("merge", config, out, "-v", "--overwrite")
+    built_in = [line for line in done.stdout.splitlines() if " -> " in line]
+    assert [line.split(": ")[0] for line in built_in] == ["OUT", "OUT", "math", "math"]
     done = moemerge("merge", config, tmp_path / "b", "--sample", " ")
     assert done.returncode == 2
     assert "the prompt is empty" in done.stderr

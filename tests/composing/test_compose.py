@@ -153,8 +153,11 @@ def test_the_command_writes_all_files_and_repeats(build: Build, tmp_path: Path) 
     assert report["experts"] == [str(base), str(math)]
     assert "expert 1: `" in (out / "README.md").read_text()
     again = tmp_path / "again"
-    result = CliRunner().invoke(app, ["compose", str(out / "moemerge_config.yml"), str(again)])
+    command = ["compose", str(out / "moemerge_config.yml"), str(again), "--sample", "compute"]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
+    samples = [line.split(": 'compute' -> ")[0] for line in result.stdout.splitlines()[-4:]]
+    assert samples == ["OUT", "base", "expert 0", "expert 1"]
     ours, theirs = zoo.tensors(out), zoo.tensors(again)
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     result = CliRunner().invoke(app, ["compose", str(file), str(out)])
@@ -274,6 +277,7 @@ def test_added_experts_keep_the_routing_of_the_base_on_its_text(
     figures = report.routers[0]["domains"]
     assert figures["expert 8"]["own"] > 0.8
     assert figures["base"]["own"] > 0.8  # the first expert is the same as before
+    assert figures["base"]["kl"] < 0.2  # of the whole distribution, the new expert included
     zoo.assert_loads(tmp_path / "out")
     ours, theirs, new = (zoo.tensors(f) for f in (tmp_path / "out", base, dense))
     for name, tensor in theirs.items():  # also the old rows of the router

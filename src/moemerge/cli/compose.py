@@ -9,6 +9,7 @@ import typer
 from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Config, Out, Reporting, add_verb
 from moemerge.cli.repairs import remaining_work
+from moemerge.cli.samples import Samples, show_samples
 from moemerge.composing.settings import ComposeSettings
 
 if TYPE_CHECKING:
@@ -25,7 +26,11 @@ def add_to(app: typer.Typer) -> None:
 
 
 def compose(
-    config: Config, out_folder: Out, settings: ComposeSettings, reporting: Reporting
+    config: Config,
+    out_folder: Out,
+    settings: ComposeSettings,
+    reporting: Reporting,
+    sample: Samples = None,
 ) -> None:
     """Compose a MoE of dense models, or add experts to one; CONFIG is as for mergekit-moe."""
     from moemerge import api
@@ -33,6 +38,9 @@ def compose(
     with interruptible(remaining_work(out_folder)), reporting.progress() as bar:
         report = api.compose(config, out_folder, settings=settings, progress=bar)
     reporting.show(report.to_json(), _table(report), notices=report.notices)
+    experts = {f"expert {n}": model for n, model in enumerate(report.experts, report.added_to)}
+    models = {"base": report.base, **experts}
+    show_samples(sample, out_folder, models, settings.device, reporting)
 
 
 def _table(report: ComposeReport) -> Any:

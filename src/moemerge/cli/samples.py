@@ -1,4 +1,4 @@
-"""`--sample`: a short completion by each model after a command."""
+"""`--sample`, or `-v`: a short completion by each model after a command."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from moemerge.cli.console import STDOUT, out
 from moemerge.cli.flags import ADVANCED, Reporting
 from moemerge.errors import UsageError
 from moemerge.runtime import ranks
+
+BUILT_IN = ["The capital of France is", "2 + 2 ="]  # with -v and without --sample
 
 
 def _not_empty(prompts: list[str] | None) -> list[str] | None:
@@ -27,7 +29,8 @@ Samples = Annotated[
         "--sample",
         metavar="PROMPT",
         callback=_not_empty,
-        help="Finally print a short completion by each model. Repeat it.",
+        help="Finally print a short completion by each model (-v: of two built-in prompts). "
+        "Repeat it.",
         rich_help_panel=ADVANCED,
     ),
 ]
@@ -41,6 +44,7 @@ def show_samples(
     reporting: Reporting,
 ) -> None:
     """Print a short greedy completion of each prompt by the result and each other model."""
+    prompts = prompts or (BUILT_IN if reporting.verbose else None)
     if not prompts or reporting.quiet or reporting.json == STDOUT or not ranks.leads():
         return
     from moemerge import api
