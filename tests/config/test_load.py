@@ -138,7 +138,11 @@ WRONG = [
     ),
     (
         "merge_method: linear\nbase_model: x/b\nmodels: [{model: a, parameters: {weight: 1}}]\n",
-        ["line 1: 'linear' needs the parameter 'weight', which is not set for b"],
+        [
+            "line 1: 'linear' needs the parameter 'weight', which is not set for b: give it under "
+            "each model or in the top `parameters:`. 'linear' merges base_model too: remove it to "
+            "leave it out"
+        ],
     ),
     (
         "merge_method: slerp\nbase_model: a\nmodels: [{model: b}]\n",

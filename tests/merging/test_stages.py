@@ -81,3 +81,38 @@ def test_nothing_is_left_of_a_failed_run(file: Path, tmp_path: Path) -> None:
     with pytest.raises((CheckpointError, MoeMergeError), match="NaN"):
         moemerge.merge(file, tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"stages.yml", "bad"}
+
+
+def test_run_repairs_the_last_merge(tmp_path: Path, zoo_folder: Callable[..., Path]) -> None:
+    """A source may be an earlier merge. All files name it, not its temporary folder."""
+    a, b, c = (
+        zoo.tiny_tokenizer(zoo.perturb(zoo_folder("olmoe"), tmp_path / name, seed, scale=0.3))
+        for seed, name in enumerate("abc")
+    )
+    words = zoo._WORDS.split()
+    text, file, out = tmp_path / "text.jsonl", tmp_path / "run.yml", tmp_path / "out"
+    text.write_text("".join(f'{{"text": "{" ".join(words[i : i + 9])}"}}\n' for i in range(12)))
+    file.write_text(
+        f"""
+name: half
+merge_method: linear
+models: [{{model: {a}, parameters: {{weight: 1}}}}, {{model: {b}, parameters: {{weight: 1}}}}]
+---
+merge_method: linear
+models:
+- {{model: {c}, name: c, parameters: {{weight: 1}}}}
+- {{model: half, name: half, parameters: {{weight: 1}}}}
+data: {{c: {text}, half: {text}}}
+calibration: {{sources: [c, half], device: cpu}}
+"""
+    )
+    report = moemerge.run(file, out, report=tmp_path / "page.html")
+    assert report.calibration is not None
+    assert report.calibration.sources["half"] == "half"
+    written = [out / n for n in ("moemerge_config.yml", "README.md", "moemerge_report.json")]
+    for path in (*written, tmp_path / "page.html"):
+        assert "partial" not in path.read_text(), path
+    assert not list(tmp_path.glob(".*"))
+    moemerge.run(out / "moemerge_config.yml", tmp_path / "again")
+    again = zoo.tensors(tmp_path / "again")
+    assert all(torch.equal(v, again[n]) for n, v in zoo.tensors(out).items())

@@ -284,6 +284,7 @@ def _run(
                 overwrite=settings.overwrite,
                 resume=output.resume and last,
                 temporary=True,
+                shown=loaded.shown,
             )
             page, label = output.report if last else None, MERGE_ALONE if not done else BEFORE_LAST
             words = {"label": label, "command": command}

@@ -248,6 +248,8 @@ def _unset(reader: ParameterReader, spec: ParameterSpec, merge: NormalisedMerge)
     )
     if lacking:
         text = "give it under each model or in the top `parameters:`"
+        if any(merge.models[name] == merge.base_model for name in lacking):
+            text += f". {reader.schema.name!r} merges base_model too: remove it to leave it out"
         yield Fault((), f"{start} for {listed(lacking)}: {text}")
 
 

@@ -97,7 +97,7 @@ def _used(value: Any, key: str, names: set[str]) -> set[str]:
         inner = ((v, k if key != "sources" else key) for k, v in value.items())
         return {name for v, k in inner for name in _used(v, k, names)}
     if isinstance(value, list):
-        return {name for one in value for name in _used(one, key, names)}
+        return {name for one in value for name in _used(one, _item_key(key, one), names)}
     return set()
 
 
@@ -108,5 +108,10 @@ def _replaced(value: Any, key: str, folders: Mapping[str, str]) -> Any:
     if isinstance(value, Mapping):
         return {k: _replaced(v, k if key != "sources" else key, folders) for k, v in value.items()}
     if isinstance(value, list):
-        return [_replaced(one, key, folders) for one in value]
+        return [_replaced(one, _item_key(key, one), folders) for one in value]
     return value
+
+
+def _item_key(key: str, item: object) -> str:
+    """Return the key that a list's item counts under: a list of sources names merged models."""
+    return "" if key == "sources" and isinstance(item, str) else key

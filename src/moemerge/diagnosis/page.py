@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -39,6 +39,7 @@ class BeforeAndAfter:
     text: JobText  # settings of the repair and of the diagnosis
     out: Path
     path: Path | None  # path of the page, if requested
+    shown: Callable[[str], str]  # names of sources in place of temporary folders
 
     @classmethod
     def of(
@@ -69,7 +70,7 @@ class BeforeAndAfter:
         texts = chain(*repair.data.values(), *repair.check.values())
         inputs = (repair.merged, *repair.sources.values(), *texts)
         path = None if report is None else page_path(report, inputs, overwrite=repair.overwrite)
-        return cls(request, prepare(request, SINGLE).text, repair.out, path)
+        return cls(request, prepare(request, SINGLE).text, repair.out, path, repair.shown)
 
     @property
     def holds_out(self) -> bool:
@@ -81,6 +82,8 @@ class BeforeAndAfter:
         try:
             job = prepare(replace(self.request, against=(self.out,)), ranks, self.text)
             diagnosis = diagnose(job, progress, seen=self.text.notices)  # reported by the repair
+            named = {n: replace(m, label=self.shown(m.label)) for n, m in diagnosis.sources.items()}
+            diagnosis = replace(diagnosis, sources=named)
             if self.path is not None:
                 write_page(diagnosis.to_json(), self.path)
         except MoeMergeError as error:

@@ -15,7 +15,7 @@ from moemerge.config.dump import dump_config
 from moemerge.config.faults import parse_settings
 from moemerge.config.schema import REPAIRS, RunConfig
 from moemerge.config.settings import as_flags
-from moemerge.config.yaml_lines import read_yaml
+from moemerge.config.yaml_lines import read_all, read_yaml
 from moemerge.errors import MoeMergeError
 from moemerge.lockstep.experts import PRUNING
 from moemerge.lockstep.inputs import settings_data
@@ -55,6 +55,9 @@ def output_files(
     own = report.repair.key
     before = ("merge", COMPOSITION, TUNING, *keys[: keys.index(own)])
     parts = {**{name: earlier.get(name) for name in before}, own: report.to_json()}
+    if request.temporary and parts["merge"] is not None:  # the merge's folder will be removed
+        place = {**parts["merge"]["output"], "folder": report.output}
+        parts["merge"] = {**parts["merge"], "output": place}
     card = _card(folder / CARD_NAME, earlier, report, config, flags if whole else None)
     return {
         CONFIG_NAME: config.encode(),
@@ -75,7 +78,8 @@ def _resolved_config(
     needed = dict(earlier.get("merge", {}).get("settings", {}))
     if request.temporary and os.path.isfile(written):
         text = read_utf8(written)
-        if report.repair.key in read_yaml(text, str(written)).data:  # not after `prune --repair`
+        last = read_all(text, str(written))[-1]  # of several merges, only the last is repaired
+        if report.repair.key in last.data:  # not after `prune --repair`
             return text, as_flags(needed)
     block = {
         **settings_data(request.settings),

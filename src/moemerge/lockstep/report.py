@@ -48,7 +48,7 @@ class RepairReport(ABC):
         return {
             "merged": "this run's merge" if request.temporary else str(request.merged),
             "output": str(request.out),
-            "sources": {name: str(ref) for name, ref in request.sources.items()},
+            "sources": {name: request.shown(str(ref)) for name, ref in request.sources.items()},
             "weights": source_weights(request.weights, request.sources),
             "data": {name: source_names(request.data[name]) for name in request.sources},
             "check": {name: source_names(text) for name, text in request.check.items()},

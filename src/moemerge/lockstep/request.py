@@ -52,6 +52,8 @@ class RepairRequest(Generic[S]):
     # The same run made the merged folder and removes it at the end: its config is complete, and
     # unchanged shards can be linked instead of copied.
     temporary: bool = False
+    # Names earlier merges of the same config in place of their temporary folders.
+    shown: Callable[[str], str] = str
     # If False, everything is computed and reported, but neither OUT nor a journal is written.
     write: bool = True
     # The data, if they were read with the same settings before.
