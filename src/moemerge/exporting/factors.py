@@ -34,8 +34,10 @@ def factorise(
     float32 inputs. Only a tall matrix may come in several blocks.
     """
     tall = shape[0] >= shape[1]
-    gram = sum((d.T @ d if tall else d @ d.T) for d in (block.double() for block in blocks()))
-    assert isinstance(gram, Tensor)
+    changed = (block.double() for block in blocks() if bool(block.any()))
+    gram = sum(d.T @ d if tall else d @ d.T for d in changed)
+    if not isinstance(gram, Tensor):
+        return None
     squares, vectors = torch.linalg.eigh(gram)
     squares, vectors = squares.flip(0).clamp_min(0), vectors.flip(1)
     if not bool(squares[0] > 0):
