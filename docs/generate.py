@@ -177,22 +177,35 @@ UNSEEN_MODELS = {
     "linear+distill": "distilled",
     "linear+distill-base": "distilled with the base",
     "linear+refit+distill": "refit, then distilled",
+    "linear+refit+distill-base": "refit, then distilled with the base",
     "linear+refit-base+distill-base": "refit, then distilled, both with the base",
+    "linear+polish": "gradient refit (prototype)",
+    "linear+polishF": "the same, errors weighted by curvature",
 }
 
 
 def natural_strong() -> str:
-    """Return the repairs of one strong set, measured on packages that nothing else used."""
-    with lzma.open(DATA / "natural-strong.jsonl.xz", "rt", encoding="utf-8") as lines:
-        models = {row.model: row for row in repaired_models([json.loads(line) for line in lines])}
+    """Return the repairs of two strong sets, measured on packages that nothing else used."""
+    with lzma.open(DATA / "natural-strong.jsonl.xz", "rt", encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    sets = []
+    for name in dict.fromkeys(line["set"] for line in lines):
+        found = repaired_models([line for line in lines if line["set"] == name])
+        sets.append({row.model: row for row in found})
     rows = []
     for name, title in UNSEEN_MODELS.items():
-        found = models[name]
-        closed = f"{percent(100 * found.closed)} ± {100 * found.error:.0f}" if "+" in name else ""
-        seconds = f"{found.seconds:.0f} s" if found.seconds else ""
-        others = [f"{found.untouched[domain]:.3f}" for domain in ("general", "math")]
-        rows.append((title, f"{found.loss:.3f}", closed, *others, seconds))
-    return markdown(("model", "loss", "gap closed", "general", "math", "time"), rows)
+        cells = []
+        for models in sets:
+            row = models.get(name)
+            if row is None:
+                cells += [""] * 3
+                continue
+            closed = f"{percent(100 * row.closed)} ± {100 * row.error:.0f}" if "+" in name else ""
+            cells += [closed, *(f"{row.untouched[domain]:.3f}" for domain in ("general", "math"))]
+        rows.append((title, *cells))
+    columns = ("gap closed", "general", "math")
+    heads = [f"seed {seed}: {column}" for seed in range(len(sets)) for column in columns]
+    return markdown(("model", *heads), rows)
 
 
 def pruned_repairs() -> str:

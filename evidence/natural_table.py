@@ -1,9 +1,10 @@
 """Merge and repair a set of `evidence.natural`, and measure unseen packages.
 
 `python -m evidence natural-table SET REGIME OUT MODEL...` A MODEL is a merge method followed by
-repairs, such as `linear+refit+distill`. A repair that ends in `-base` has the base as a source too,
-on general text. OUT has one line for each model: the loss and the top-1 accuracy of every domain,
-as sums over the rows of each test package.
+repairs, such as `linear+refit+distill`; `gradient` is refit by gradient steps. A repair that ends
+in `-base` has the base as a source too, on general text. OUT has one line for each model: the loss
+and the top-1 accuracy of every domain, as sums over the rows of each test package.
+`linear+diagnose` is not a model: its line has what `diagnose --swaps` says about the merge.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import gc
 import json
 import lzma
 import math
+import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ CALIBRATIONS: Mapping[str, Mapping[str, Any]] = {
     "harc": {},
     "exact": {"objective": "exact", "targets": "source-features"},
 }
+DIAGNOSE = "diagnose"
 BATCH = 64  # test rows of a forward pass
 
 Sums = dict[str, tuple[float, int, int]]  # by package: summed loss, tokens, tokens predicted right
@@ -79,18 +82,29 @@ class SetOfModels:
         kind, _, with_base = repair.partition("-")
         if with_base not in ("", BASE):
             raise moemerge.MoeMergeError(f"unknown repair {repair!r}")
-        sources = {domain: self.path(domain) for domain in SPECIALISTS}
-        data = {domain: self.folder / "text" / f"{domain}.jsonl" for domain in SPECIALISTS}
+        common = self._sources()
+        sources, data = common["sources"], common["data"]
         if with_base:
             sources[BASE] = self.path(BASE)
             data[BASE] = self.folder / "text" / "general.jsonl"
-        common: dict[str, Any] = {"sources": sources, "data": data, "device": self.device}
         if kind in CALIBRATIONS:
             moemerge.calibrate(start, out, **common, **CALIBRATIONS[kind])
         elif kind == "refit":
             moemerge.refit(start, out, **common)
+        elif kind == "gradient":
+            moemerge.refit(start, out, **common, solver="gradient")
         else:
             moemerge.distill(start, out, **common)
+
+    def _sources(self) -> dict[str, Any]:
+        sources = {domain: self.path(domain) for domain in SPECIALISTS}
+        data = {domain: self.folder / "text" / f"{domain}.jsonl" for domain in SPECIALISTS}
+        return {"sources": sources, "data": data, "device": self.device}
+
+    def diagnosis(self, merge: str) -> dict[str, Any]:
+        """Return what `diagnose --swaps` finds: totals of each domain, and losses by swap."""
+        found = moemerge.diagnose(self.path(merge), **self._sources(), swaps=True).to_json()
+        return {key: found[key] for key in ("totals", "swaps", "seconds")}
 
 
 @torch.no_grad()
@@ -138,8 +152,13 @@ def test_rows(folder: Path, domain: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
-def measure_models(models: SetOfModels, names: Iterable[str], out: Path) -> None:
-    """Append one line to `out` for each model that it does not have yet."""
+def measure_models(
+    models: SetOfModels, names: Sequence[str], out: Path, discard: bool = False
+) -> None:
+    """Append one line to `out` for each model that it does not have yet.
+
+    With `discard`, a measured model is deleted if no other is made from it.
+    """
     from transformers import AutoModelForCausalLM
 
     done = (
@@ -149,6 +168,11 @@ def measure_models(models: SetOfModels, names: Iterable[str], out: Path) -> None
     for name in (BASE, *SPECIALISTS, *names):
         if name in done:
             continue
+        line: dict[str, Any] = {"model": name, "regime": models.regime, "set": models.folder.name}
+        merge, _, repair = name.rpartition("+")
+        if repair == DIAGNOSE:
+            append(out, {**line, "diagnosis": models.diagnosis(merge)})
+            continue
         try:
             path = models.path(name)
         except MoeMergeError as error:
@@ -157,17 +181,22 @@ def measure_models(models: SetOfModels, names: Iterable[str], out: Path) -> None
         kwargs = {"experts_implementation": "grouped_mm"} if models.device == "cuda" else {}
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **kwargs)
         model = model.to(models.device).eval()
-        line: dict[str, Any] = {"model": name, "regime": models.regime, "set": models.folder.name}
         seconds = path.parent / f"{name}.seconds"
         line["seconds"] = float(seconds.read_text()) if seconds.exists() else None
         line["domains"] = {domain: package_sums(model, rows[domain]) for domain in DOMAINS}
         del model
         gc.collect()
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append(out, line)
+        if discard and "+" in name and not any(one.startswith(f"{name}+") for one in names):
+            shutil.rmtree(path)
         losses = {domain: round(mean_loss(sums), 4) for domain, sums in line["domains"].items()}
         print(name, line["seconds"], losses, flush=True)
+
+
+def append(out: Path, line: Mapping[str, Any]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 @dataclass(frozen=True)
@@ -184,6 +213,7 @@ class Repaired:
 
 def repaired_models(lines: Sequence[Mapping[str, Any]]) -> list[Repaired]:
     """Return the measured models of one set and regime, each compared with its merge."""
+    lines = [line for line in lines if "domains" in line]
     measured: dict[str, dict[str, Sums]] = {line["model"]: line["domains"] for line in lines}
     seconds = {line["model"]: line["seconds"] for line in lines}
 
@@ -211,10 +241,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="a file of JSON lines")
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--discard", action="store_true", help="delete repaired models afterwards")
 
 
 def main(options: argparse.Namespace) -> int:
-    measure_models(
-        SetOfModels(options.set, options.regime, options.device), options.models, options.out
-    )
+    models = SetOfModels(options.set, options.regime, options.device)
+    measure_models(models, options.models, options.out, options.discard)
     return 0

@@ -48,7 +48,7 @@ COMMANDS = {
 """,
     ),
     "refit": (
-        "Refit every linear map of MERGED, in closed form, to the outputs of its sources.",
+        "Refit every linear map of MERGED to the outputs of its sources.",
         """
   moemerge refit merged/ out/ \\
       --source math=org/math --data math=math.jsonl \\

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from moemerge.lockstep.inputs import (
 from moemerge.lockstep.job import OpenedRepair, RepairJob
 from moemerge.lockstep.models import PairedRouter, gate_notices, pair_routers
 from moemerge.lockstep.request import RepairRequest, request_key
+from moemerge.refitting.gradient import BATCH_TOKENS
 from moemerge.refitting.least_squares import DomainScales
 from moemerge.refitting.settings import RefitSettings
 from moemerge.runtime.dtypes import dtype_name
@@ -43,6 +44,16 @@ class RefitJob(RepairJob[RefitSettings]):
     def scales(self) -> DomainScales:
         """The scale of every domain, over the batches of all ranks."""
         return DomainScales.of(self.all_batches, self.weights)
+
+    @property
+    def batch_tokens(self) -> int:
+        """Padded tokens of a batch. Gradient steps take one of every domain."""
+        usual = super().batch_tokens
+        return min(usual, BATCH_TOKENS) if self.by_gradient else usual
+
+    @property
+    def by_gradient(self) -> bool:
+        return self.request.settings.solver == "gradient"
 
     @property
     def ridge(self) -> float | None:
@@ -68,6 +79,12 @@ def check(opened: OpenedRepair[RefitSettings]) -> None:
     if settings.requantize == "same" and merged.checkpoint.quantisation is None:
         raise UsageError(
             f'`requantize="same"`: {merged.label} is not quantised', hint="leave it out"
+        )
+    if settings.solver == "gradient" and settings.offload not in ("auto", "device"):
+        raise UsageError(
+            f'`offload="{settings.offload}"`: gradient steps read the hidden states of all tokens '
+            "again and again",
+            hint='leave it out, or use `solver="closed-form"`',
         )
     _require_wide_enough(merged, opened.stream.dtype)
     for source in opened.sources.values():
@@ -96,7 +113,11 @@ def prepare(opened: OpenedRepair[RefitSettings]) -> RefitJob:
         request=request,
         merged=merged,
         sources=sources,
-        stream=opened.stream,
+        stream=(
+            replace(opened.stream, offload="device")
+            if settings.solver == "gradient"
+            else opened.stream
+        ),
         ranks=opened.ranks,
         text=text,
         notices=tuple(notices),

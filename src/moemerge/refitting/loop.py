@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -11,20 +11,22 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import ArchitectureError
-from moemerge.features.input_hooks import UnitMap
+from moemerge.features.input_hooks import LinearHook, UnitMap
 from moemerge.features.stops import Stop
 from moemerge.features.tokens import real_rows
 from moemerge.lockstep.experts import ExpertMaps
 from moemerge.lockstep.request import errors_of
+from moemerge.refitting.gradient import Training
 from moemerge.refitting.layer import LayerFitter
-from moemerge.refitting.least_squares import Affine, DomainScales, RidgeRule, parameter
+from moemerge.refitting.least_squares import Affine, DomainScales, Fit, RidgeRule, parameter
 from moemerge.refitting.linear import Inputs, fit_head
 from moemerge.refitting.plan import LayerPlan, RefitPlan, stored_experts, stored_linear
-from moemerge.refitting.records import AsMerged, followed_batches, layer_drift
-from moemerge.refitting.report import FitRow, LayerRow, MapRow, RouterRow
+from moemerge.refitting.records import AsMerged, LayerCalls, followed_batches, layer_drift
+from moemerge.refitting.report import FitRow, LayerRow, MapRow, RouterRow, TrainedRow
 from moemerge.refitting.routers import RouterJob
 from moemerge.refitting.storage import Storage
 from moemerge.refitting.streams import RefitStreams
+from moemerge.runtime.gpu import to_host
 from moemerge.runtime.ranks import Ranks
 from moemerge.runtime.timing import memory_in_use
 from moemerge.text.batches import Batch
@@ -59,6 +61,7 @@ class RefitLoop:
     )  # waits for work that must not overlap with a fit
     done_before: Collection[int] = ()  # layers that a killed run had finished
     experts: ExpertMaps = field(default_factory=dict)  # of sources with more experts
+    training: Training | None = None  # None: maps are fitted in closed form
     _fitter: LayerFitter | None = None
     _rows: list[FitRow] = field(default_factory=list)
     _tensors: dict[str, Tensor] = field(default_factory=dict)  # routers of the layer at hand
@@ -71,6 +74,7 @@ class RefitLoop:
             batches={id(batch) for batch in self._followed},
             copies=self.streams.merged.recorder.copies,
         )
+        self._calls = LayerCalls(frozenset(self.streams.merged.stream.anatomy.layers))
 
     def run(self) -> None:
         merged = self.streams.merged.stream
@@ -78,6 +82,8 @@ class RefitLoop:
             [path for layer in self._planned for path in layer.pauses],
         )
         merged.listen(merged.anatomy.layers, self._as_merged.on_calls)
+        if self.training is not None:
+            merged.listen(merged.anatomy.layers, self._calls.on_calls)
         for runner in self.streams.sources.values():
             runner.run_layer()  # up to the first layer
         for stop in merged:
@@ -104,7 +110,8 @@ class RefitLoop:
             plan = plan.without_maps()
         if plan.number == 0:
             self.streams.drop_embeddings()
-        structure = self.streams.begin_layer(plan, stop)
+        recorded = plan if self.training is None else plan.without_maps()
+        structure = self.streams.begin_layer(recorded, stop)
         self._left = set(plan.pauses)
         self._fitter = LayerFitter(
             plan=plan,
@@ -122,12 +129,18 @@ class RefitLoop:
     def _fit(self, stop: Stop) -> None:
         fitter = self._fitter
         assert fitter is not None
-        if len(self._left) == len(fitter.plan.pauses):  # nothing of this layer has moved yet
+        first = len(self._left) == len(fitter.plan.pauses)  # nothing of this layer has moved yet
+        if first:
             self._run_as_merged(fitter.plan)
         self.streams.merged.stream.give_back()
         self._left.discard(stop.path)
         stopwatch = self.streams.merged.stream.stopwatch
         self._log_memory(stop)
+        if self.training is not None:
+            if first:  # every map that is trained runs after this stop
+                with stopwatch.span("train"):
+                    self._train(self.training, fitter.plan)
+            return
         if stop.path in fitter.plan.routers:
             with stopwatch.span("fit routers"):
                 self._fit_router(fitter, stop)
@@ -155,6 +168,32 @@ class RefitLoop:
                 target.copy_(tensors[name].reshape(target.shape))
         self._tensors.update(tensors)
         self._rows.append(RouterRow(router.info.weight, fit))
+
+    def _train(self, training: Training, plan: LayerPlan) -> None:
+        model = self.streams.merged.model
+        routers = [router.module.weight for router in plan.routers.values()]
+        experts = [name for hook in plan.experts.values() for name in (hook.up, hook.down)]
+        names = [*(hook.weight for hook in plan.linear.values()), *experts, *routers]
+        trained = {model.get_parameter(name): self._stored(name) for name in dict.fromkeys(names)}
+        fit, rate = training.layer(
+            model.get_submodule(plan.path),
+            trained,
+            self._calls,
+            self.batches,
+            self.streams.source_record,
+            plan.number,
+        )
+        self._rows.append(TrainedRow(plan.path, "hidden state", fit, rate))
+        checkpoint = self.streams.merged.stream.checkpoint
+        for router in plan.routers.values():
+            for there, name in (
+                (router.module.weight, router.info.weight),
+                (router.module.bias, router.info.bias),
+            ):
+                if there is not None and name is not None:
+                    info = checkpoint.tensors[name]
+                    value = to_host(parameter(model, there)).reshape(info.shape)
+                    self._tensors[name] = value.to(info.dtype.torch)
 
     def _run_as_merged(self, plan: LayerPlan) -> None:
         self._as_merged.run(self.streams.merged.model.get_submodule(plan.path))
@@ -235,7 +274,32 @@ class RefitLoop:
         theirs: dict[int, Tensor] = {}
         for runner in self.streams.sources.values():
             theirs.update(runner.final.values)
-        weight, fit = fit_head(
+        row: MapRow
+        if self.training is not None:
+            weight, fit, rate = self.training.head(
+                affines.pop("").weight,
+                self._stored(head.weight),
+                affines,
+                self.batches,
+                final,
+                theirs,
+            )
+            row = TrainedRow(head.weight, "distribution", fit, rate)
+        else:
+            weight, fit = self._fit_head(affines, final, theirs, head)
+            row = MapRow(head.weight, "output", fit)
+        checkpoint = self.streams.merged.stream.checkpoint
+        tensors = stored_linear(checkpoint, self.units.linear(head), weight)
+        self.on_done(FinishedLayer(tensors, LayerRow(None, (row,), {}, {}, ())))
+
+    def _fit_head(
+        self,
+        affines: dict[str, Affine],
+        final: Mapping[int, Tensor],
+        theirs: Mapping[int, Tensor],
+        head: LinearHook,
+    ) -> tuple[Tensor, Fit]:
+        return fit_head(
             affines.pop(""),
             affines,
             Inputs(self.batches, [final[id(batch)] for batch in self.batches]),
@@ -245,10 +309,6 @@ class RefitLoop:
             self._stored(head.weight),
             self.ranks,
         )
-        checkpoint = self.streams.merged.stream.checkpoint
-        tensors = stored_linear(checkpoint, self.units.linear(head), weight)
-        row = LayerRow(None, (MapRow(head.weight, "output", fit),), {}, {}, ())
-        self.on_done(FinishedLayer(tensors, row))
 
     def _stored(self, name: str) -> torch.dtype:
         """Return the dtype of a parameter on disk."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moemerge.errors import ArchitectureError
 from moemerge.features.stops import Call, Rerun
 from moemerge.features.tokens import real_tokens
 from moemerge.runtime.ranks import Ranks
@@ -100,6 +101,29 @@ def _output(call: Call) -> Any:
 
 
 # --- drift --------------------------------------------------------------------------------------
+
+
+@dataclass
+class LayerCalls:
+    """The arguments with which every batch entered the current layer."""
+
+    layers: Collection[str]  # by path
+    _calls: dict[BatchId, tuple[Rerun, Tensor, Tensor | None]] = field(default_factory=dict)
+
+    def on_calls(self, batch: Batch, rows: Tensor | None, calls: list[Call]) -> None:
+        for call in calls:
+            if call.path in self.layers and call.out is None:
+                rerun = call.rerun()
+                if rerun is None:
+                    raise ArchitectureError(
+                        f"{call.path} is called without hidden states",
+                        hint='use `solver="closed-form"`',
+                    )
+                self._calls[id(batch)] = (rerun[1], rerun[0].detach(), rows)
+
+    def of(self, batch: Batch) -> tuple[Rerun, Tensor, Tensor | None]:
+        """Return how to call the layer again, its hidden states, and the rows of real tokens."""
+        return self._calls[id(batch)]
 
 
 @dataclass

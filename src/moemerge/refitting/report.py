@@ -58,6 +58,17 @@ class MapRow:
 
 
 @dataclass(frozen=True)
+class TrainedRow(MapRow):
+    """The row of all maps of a layer, or of the head, that gradient steps have fitted together."""
+
+    rate: float
+
+    def to_json(self) -> dict[str, Any]:
+        row = super().to_json()
+        return {**{key: value for key, value in row.items() if key != "ridge"}, "rate": self.rate}
+
+
+@dataclass(frozen=True)
 class ExpertsRow:
     """The row of one projection of all experts of a layer."""
 
@@ -371,10 +382,14 @@ class RefitReport(RepairReport):
         complete = ""
         if total["complete"]:
             complete = f", and {total['complete']}, since they matched on this text"
+        how = f"Ridge {settings['ridge']}"
+        fitted = f"{counted(total['maps'], 'linear map')} and {counted(total['routers'], 'router')}"
+        if settings.get("solver") == "gradient":
+            how = f"{settings['steps']} gradient steps each"
+            fitted = f"All maps of a layer together ({total['maps']} fits, with the head)"
         lines = [
-            f"{counted(total['maps'], 'linear map')} and {counted(total['routers'], 'router')} "
-            f"fitted to each source's outputs on its own text: {texts}. Ridge "
-            f"{settings['ridge']}, parts {', '.join(settings['parts'])}; "
+            f"{fitted} fitted to each source's outputs on its own text: {texts}. {how}, "
+            f"parts {', '.join(settings['parts'])}; "
             f"{counted(total['kept'] - total['complete'], 'map')} kept their merged weights, since "
             f"held-out rows would have lost{complete}. "
             "Remaining error of each kind of map, as means over maps:",

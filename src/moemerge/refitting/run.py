@@ -24,6 +24,7 @@ from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.streams import Need, open_streams, process_bytes
 from moemerge.lockstep.warm_up import RandomRouter, router_like
 from moemerge.refitting.experts import sample_size
+from moemerge.refitting.gradient import HEAD_VALUES, Training
 from moemerge.refitting.job import RefitJob, RefitRequest, check, prepare
 from moemerge.refitting.least_squares import Factor, FitSums, RidgeRule, fit_map
 from moemerge.refitting.linear import BLOCK_VALUES, GROUP
@@ -108,7 +109,11 @@ class RefitRun:
                 job.key, planned_names(plan, units), replace=job.request.replaces_unfinished
             )
             ridge = RidgeRule(job.ridge)
-            done = self._finished(plan, overlay, ridge)
+            training = None
+            if job.by_gradient:
+                settings = job.request.settings
+                training = Training(settings.steps, settings.seed, job.weights, job.ranks)
+            done = self._finished(plan, overlay, ridge, training)
             loop = RefitLoop(
                 streams=streams,
                 batches=job.batches,
@@ -132,6 +137,7 @@ class RefitRun:
                 before_fits=self.warm_up.wait,
                 done_before=done,
                 experts=job.experts,
+                training=training,
             )
             loop.run()
             output.check()
@@ -158,12 +164,16 @@ class RefitRun:
         return plan, units
 
     def _finished(
-        self, plan: RefitPlan, overlay: dict[str, Callable[[], Tensor]], ridge: RidgeRule
+        self,
+        plan: RefitPlan,
+        overlay: dict[str, Callable[[], Tensor]],
+        ridge: RidgeRule,
+        training: Training | None,
     ) -> set[int]:
         """Return the layers that a killed run had finished.
 
-        The model is streamed with their new tensors, and the search for λ starts where that run
-        would have started it.
+        The model is streamed with their new tensors, and the search for λ or the rate starts where
+        that run would have started it.
         """
         done = set()
         for layer in plan.layers:
@@ -175,6 +185,8 @@ class RefitRun:
             overlay.update({n: partial(entry.tensors.__getitem__, n) for n in entry.tensors})
             self._refuse_if_strict(entry.row)
             ridge.last.update({kind_of(m): m["ridge"] for m in entry.row["maps"] if "ridge" in m})
+            if training is not None:
+                training.rate = entry.row["maps"][0]["rate"]
             done.add(layer.number)
         if done:
             self.progress.note(f"a killed run is continued: {len(done)} layers are finished")
@@ -258,7 +270,7 @@ def memory_need(job: RefitJob, streams: RefitStreams) -> Need:
     shared = sum(memory.running for memory in models) - max(memory.running for memory in models)
     if streams.offload == "device" and not any(batch.padded for batch in job.batches):
         shared += sum(memory.features for memory in models)  # read without a copy
-    extra = refit_bytes(job, streams) - shared
+    extra = (training_bytes if job.by_gradient else refit_bytes)(job, streams) - shared
     return Need("refitting", extra, ["lower `max_tokens` or `max_length`"])
 
 
@@ -307,6 +319,34 @@ def refit_bytes(job: RefitJob, streams: RefitStreams) -> int:
         resident += 2 * tokens * inputs * job.stream.dtype.itemsize
     block = BLOCK_VALUES.get(job.stream.device.type, BLOCK_VALUES["cpu"])
     return max(states, resident) + 8 * largest + 4 * BLOCKS * block
+
+
+# Of gradient steps, per weight: its gradient, first value and rounded value in the forward
+# dtype; a float32 copy, its gradient and two moments.
+WEIGHT_COPIES = 3
+WEIGHT_FLOATS = 4
+# Activations of a batch that its backward pass reads, in hidden states.
+BACKWARD_STATES = 64
+
+
+def training_bytes(job: RefitJob, streams: RefitStreams) -> int:
+    """Return the bytes of two states of all tokens, a layer's gradients and a step."""
+    stream, item = streams.merged.stream, job.stream.dtype.itemsize
+    width = job.merged.architecture.hidden_size or 0
+    copies = WEIGHT_COPIES * item + 4 * WEIGHT_FLOATS
+    layers = [
+        sum(p.numel() for p in stream.model.get_submodule(path).parameters())
+        for path in stream.anatomy.layers
+    ]
+    step = BACKWARD_STATES * job.batch_tokens * width * item
+    tokens = sum(batch.tokens for batch in job.batches)
+    states = (1 + MORE_STATES) * tokens * width * item
+    head = stream.input_hooks.head
+    last = 0
+    if head is not None and "head" in job.request.settings.parts:
+        own = head.shape[0] * head.shape[1]
+        last = own * (copies + (2 + len(job.sources)) * item) + 4 * 4 * HEAD_VALUES
+    return states + max(max(layers) * copies + step, last)
 
 
 def _values(shape: tuple[int, ...]) -> int:

@@ -16,6 +16,7 @@ from moemerge.registry import did_you_mean
 Part = Literal["attention", "router", "experts", "head"]
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
 RouterBy = Literal["exact", "harc", "keep"]
+Solver = Literal["closed-form", "gradient"]
 
 
 def chosen_parts(raw: object) -> tuple[Part, ...]:
@@ -34,8 +35,16 @@ def chosen_parts(raw: object) -> tuple[Part, ...]:
 class RefitSettings(RepairSettings):
     """How the linear maps of a merged model are refitted."""
 
-    common = "ridge parts"
+    common = "solver ridge parts"
 
+    solver: Solver = Field(
+        "closed-form",
+        description="closed-form: each map by least squares; gradient: all maps of a layer "
+        "together, by gradient steps towards the source's hidden states",
+    )
+    steps: Annotated[int, Field(ge=1)] = Field(
+        150, description="gradient steps of each layer (solver gradient)"
+    )
     ridge: AutoOrPositive = Field(
         "auto",
         description="how strongly maps are held to their merged weights: auto: chosen on "
@@ -64,7 +73,14 @@ class RefitSettings(RepairSettings):
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Refuse to choose λ on held-out rows if there are none."""
+        """Refuse to choose λ on held-out rows if there are none, and settings of other solvers."""
+        if data.get("solver") == "gradient" and data.get("requantize") == "same":
+            raise FaultsError.one(
+                "solver gradient trains floats: leave requantize out, and quantise the result",
+                "requantize",
+            )
+        if data.get("solver") == "gradient":
+            return data
         if data.get("holdout") == 0 and data.get("ridge", "auto") == "auto":
             raise FaultsError.one(
                 "ridge auto is chosen on held-out rows: give a holdout above 0, or a ridge",
@@ -76,6 +92,8 @@ class RefitSettings(RepairSettings):
 class RefitKeywords(RepairKeywords, total=False):
     """`RefitSettings` one by one."""
 
+    solver: Solver
+    steps: int
     ridge: float | Literal["auto"]
     parts: str | Sequence[str] | tuple[Part, ...]
     router: RouterBy
