@@ -423,6 +423,8 @@ def campaign(chosen: dict[str, Target], count: int, seed: int, seconds: float) -
                         flush=True,
                     )
             target.seconds += time.monotonic() - start
+        if time.monotonic() > begun + seconds:
+            break
         done = sum(target.outcomes.total() for target in chosen.values())
         print(f"{done} executions, {time.monotonic() - begun:.0f} s", flush=True)
     print(

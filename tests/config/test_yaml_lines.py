@@ -98,6 +98,8 @@ def test_aliases_and_merge_keys_work() -> None:
         ("a: 1\n---\nb: 2\n", "holds 2 documents"),
         ("a: !!python/object:os.system x\n", "line 1, column 4"),
         ("a: !mine {b: 1}\n", "is not allowed in a config"),
+        ("a: !!float\n", "'' is no float"),
+        ("a: !!int\n", "'' is no int"),
         ("a: &x [*x]\n", "contains itself"),
         ("a: *nowhere\n", "undefined alias"),
         ("? [a, b]\n: 1\n", "a key must be a single word"),

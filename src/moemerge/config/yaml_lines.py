@@ -195,7 +195,7 @@ class _Builder:
             _check_text(node)
             try:
                 return self.scalars.construct_object(node)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
                 kind = node.tag.removeprefix(_TAG)
                 raise yaml.constructor.ConstructorError(
                     None, None, f"{node.value[:40]!r} is no {kind}", node.start_mark
