@@ -16,6 +16,7 @@ import zoo
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.quantised.scheme import relative_error
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding
+from moemerge.errors import CheckpointError
 
 Folder = Callable[..., Path]
 
@@ -164,6 +165,19 @@ def test_nvfp4_is_the_product_of_code_scale_and_factor(tmp_path: Path, compresse
     state = {name.removeprefix("a."): part for name, part in parts.items()}
     theirs = ct.compressors.BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
     assert torch.equal(theirs.decompress(state, scheme)["weight"].bfloat16(), expected)
+
+
+def test_fp8_of_modelopt_has_one_scale_for_a_tensor(tmp_path: Path) -> None:
+    tensor = torch.randn(6, 16, generator=torch.Generator().manual_seed(3))
+    scale = tensor.abs().max() / 448
+    codes = (tensor / scale).to(torch.float8_e4m3fn)
+    parts = {"a.weight": codes, "a.weight_scale": scale, "a.input_scale": torch.tensor(0.5)}
+    section = {**qz.MODELOPT, "quant_algo": "FP8"}
+    expected = (codes.float() * scale).bfloat16()
+    assert torch.equal(single(tmp_path / "a", section, parts)["a.weight"], expected)
+    del parts["a.weight_scale"]
+    with pytest.raises(CheckpointError, match=r"no a\.weight_scale"):
+        single(tmp_path / "b", section, parts)
 
 
 def test_one_zero_point_for_a_tensor(tmp_path: Path) -> None:
