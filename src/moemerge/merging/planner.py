@@ -11,8 +11,6 @@ from moemerge.architectures.names import with_layer
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import ROUTING_ROLES, WHOLE, Role, Unit
 from moemerge.checkpoint import TensorInfo
-from moemerge.checkpoint.quantised.recognise import Quantisation
-from moemerge.checkpoint.quantised.scheme import relative_error
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.config.coefficients import Coefficients
 from moemerge.config.parameter_values import ParameterReader, TensorContext
@@ -448,16 +446,5 @@ class Planner:
             if notice:
                 yield f"{model.name}: {notice}"
             if model.checkpoint.quantisation is not None:
-                yield f"{model.name}: {coarseness(model.checkpoint.quantisation)}"
+                yield f"{model.name}: {model.checkpoint.quantisation.coarseness}"
         yield from self.vocabularies.notices
-
-
-def coarseness(quantisation: Quantisation) -> str:
-    """Describe the rounding error that a quantised model already has."""
-    distinct = {id(unit.scheme): unit.scheme for unit in quantisation.units.values()}
-    schemes = {scheme.description: scheme for scheme in distinct.values()}
-    errors = [f"{name} ({relative_error(scheme):.1%})" for name, scheme in schemes.items()]
-    return (
-        f"its weights are quantised: {', '.join(errors)}; in brackets the relative error that such "
-        "rounding makes in normally distributed weights. Task vectors smaller than that are noise"
-    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from moemerge.checkpoint.quantised import compressed, fp8, modelopt, mxfp4
+from moemerge.checkpoint.quantised.scheme import relative_error
 from moemerge.checkpoint.quantised.tensor import (
     FetchStored,
     Headers,
@@ -47,6 +48,18 @@ class Quantisation:
     keys: tuple[str, ...]  # path of the section in the config
     units: Mapping[str, QuantisedInfo]
     stored: frozenset[str]  # names of all parts
+
+    @property
+    def coarseness(self) -> str:
+        """Describe the rounding error that the model already has."""
+        distinct = {id(unit.scheme): unit.scheme for unit in self.units.values()}
+        schemes = {scheme.description: scheme for scheme in distinct.values()}
+        errors = [f"{name} ({relative_error(scheme):.1%})" for name, scheme in schemes.items()]
+        return (
+            f"its weights are quantised: {', '.join(errors)}; in brackets the relative error that "
+            "such rounding makes in normally distributed weights. Task vectors smaller than that "
+            "are noise"
+        )
 
 
 def recognise(
