@@ -17,6 +17,8 @@ gc.disable()
 # Waiting for the disk took a tenth of the tests' time, and no test cuts the power.
 os.fsync = os.fdatasync = lambda fd: None
 
+import torch  # noqa: E402
+
 import multimodal_zoo  # noqa: E402
 import zoo  # noqa: E402
 from moemerge.architectures import families  # noqa: E402
@@ -54,6 +56,16 @@ def _registries() -> Iterator[None]:
     for table, entries in zip(tables, before, strict=True):
         table.clear()
         table.update(entries)
+
+
+@pytest.fixture(autouse=True)
+def _mkldnn() -> Iterator[None]:
+    """A bfloat16 product on a CPU without such instructions turns mkldnn off for the process.
+
+    Products in float32 would then differ in their last bits from those of other processes.
+    """
+    yield
+    torch.backends.mkldnn.set_flags(True)
 
 
 @pytest.fixture(scope="session")
