@@ -226,5 +226,5 @@ def test_files_of_other_formats_are_refused_by_name(name: str, found: str, tmp_p
 def write(folder: Path, section: Any, parts: qz.Parts) -> None:
     folder.mkdir(exist_ok=True)
     qz.save(parts, folder)
-    config = {"model_type": "llama", "num_hidden_layers": 1, "quantization_config": section}
+    config = {"model_type": "of-tomorrow", "num_hidden_layers": 1, "quantization_config": section}
     (folder / "config.json").write_text(json.dumps(config))
