@@ -680,6 +680,9 @@ def file_of_benchmarks() -> str:
         *(f"methods-{group}" for group in GROUPS),
         "merge-gpu",
         "refit-parts",
+        "diagnose",
+        "generate",
+        "verify",
         "evaluate",
         "tune",
     ):
