@@ -72,6 +72,7 @@ def test_hidden_states_come_closer_to_those_of_the_sources(
     out, report = trained
     layers = [row for row in report.layers if row["layer"] is not None]
     assert [row["layer"] for row in report.layers] == [0, 1, None]
+    assert "12 gradient steps each" in (out / "README.md").read_text()
     for row in layers:
         (fit,) = row["maps"]
         assert fit["held_out"]["error_after"] < fit["held_out"]["error_before"]

@@ -77,4 +77,4 @@ def test_what_cannot_be_added_to_the_card_is_told(case: Case, tmp_path: Path) ->
     assert report.diagnosis is not None
     assert any("lacks the figures measured on held-out rows" in note for note in notes)
     assert json.loads((out / "moemerge_report.json").read_text())["refit"]["diagnosis"]
-    assert "refitted in closed form" in (out / "CARD.md").read_text()
+    assert "linear maps refitted to the sources" in (out / "CARD.md").read_text()

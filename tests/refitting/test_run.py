@@ -92,7 +92,7 @@ def test_the_report_tells_of_every_map(refitted: tuple[Path, Any]) -> None:
     card = (out / "README.md").read_text()
     assert all(f"| {kinds[kind]:.1%} |" in card for kind in ("q_proj", "router", "lm_head"))
     card = (out / "README.md").read_text()
-    assert "refitted in closed form" in card
+    assert "linear maps refitted to the sources" in card
     assert "drift refitted" in card
 
 

@@ -1,1 +1,1 @@
-"""Refit every linear map of a merged model in closed form, layer by layer."""
+"""Refit every linear map of a merged model, in closed form or by gradient steps, layer by layer."""

@@ -110,6 +110,6 @@ REFIT = Repair(
     needs_routers=False,
     card_title="Refit",
     card_done="Refitted",
-    card_summary="its linear maps refitted in closed form to the sources' outputs",
+    card_summary="its linear maps refitted to the sources' outputs",
     card_holdout="rows held out from the fit, used to choose λ and the maps that change",
 )
