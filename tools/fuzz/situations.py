@@ -192,7 +192,8 @@ def links_in_the_way(folder: Path, rng: random.Random) -> list[str]:
     name = rng.choice(("evaluate", "perplexity", writing_command(rng)))
     for _ in range(rng.choice((1, 1, 3))):
         place = folder / rng.choice(LEFT)
-        if os.path.lexists(place) or any(parent.is_symlink() for parent in place.parents):
+        blocked = any(parent.is_symlink() or parent.is_file() for parent in place.parents)
+        if os.path.lexists(place) or blocked:
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
         target = folder / rng.choice(inputs_of(name, folder))
