@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,13 @@ def test_a_killed_run_ends_with_the_same_bytes(
     report = case.refit(tmp_path / "out", **FAST)
     assert report.resumed
     assert calibrating.changed_tensors(trained[0], tmp_path / "out") == set()
+
+
+def test_a_model_that_is_its_own_source_keeps_its_bytes(case: Case, tmp_path: Path) -> None:
+    own = replace(case, sources=dict.fromkeys(case.sources, case.merged))
+    report = own.refit(tmp_path / "out", **FAST)
+    assert calibrating.changed_tensors(case.merged, tmp_path / "out") == set()
+    assert report.totals["complete"] == len(report.layers)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral"])

@@ -132,8 +132,10 @@ class Descent:
         decisive = before[self._holds_out]
         assert decisive is not None
         self._best = decisive, start
-        rate = self.training.rate = self._choose_rate(start)
-        self._train(rate, self.training.steps, evaluations=EVALUATIONS)
+        rate = self.training.rate
+        if decisive > 0.0:  # below it there is rounding only
+            rate = self.training.rate = self._choose_rate(start)
+            self._train(rate, self.training.steps, evaluations=EVALUATIONS)
         kept = self._best[1] is start
         self._set(self._best[1])
         after = before if kept else (self._error(held=False), self._error(held=True))
