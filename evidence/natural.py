@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 SPECIALISTS = ("python", "js", "prose")
 DOMAINS = (*SPECIALISTS, "general", "math")
@@ -164,6 +165,11 @@ class Batches:
 # --- training -------------------------------------------------------------------------------------
 
 
+@torch.compile(disable=not torch.cuda.is_available())
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+
 def train(model: Any, batches: Batches, regime: Regime) -> dict[str, float]:
     """Train with AdamW on float32 copies of the weights; the rate falls to a tenth (cosine)."""
     weights = dict(model.named_parameters())
@@ -184,9 +190,9 @@ def train(model: Any, batches: Batches, regime: Regime) -> dict[str, float]:
         for group in optimiser.param_groups:
             group["lr"] = regime.rate * group["factor"] * min(1.0, (step + 1) / warmup) * decayed
         ids = batches.next(ROWS)
-        out = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=True)
-        loss = out.loss + (regime.balance - model.config.router_aux_loss_coef) * out.aux_loss
-        loss.backward()
+        out = model(input_ids=ids, use_cache=False, output_router_logits=True)
+        loss = next_token_loss(out.logits, ids)
+        (loss + regime.balance * out.aux_loss).backward()
         for name, parameter in weights.items():
             masters[name].grad = parameter.grad.float()
             parameter.grad = None
@@ -194,7 +200,7 @@ def train(model: Any, batches: Batches, regime: Regime) -> dict[str, float]:
         optimiser.step()
         with torch.no_grad():
             torch._foreach_copy_(list(weights.values()), list(masters.values()))
-        recent.append((out.loss - model.config.router_aux_loss_coef * out.aux_loss).detach())
+        recent.append(loss.detach())
     last = float(torch.stack(recent[-50:]).mean())
     tokens = regime.steps * ROWS * LENGTH
     return {"tokens": tokens, "last_loss": last, "seconds": time.monotonic() - began}
@@ -219,7 +225,11 @@ def new_model(size: Size, vocabulary: int, device: str) -> Any:
     )
     config._experts_implementation = "grouped_mm" if device == "cuda" else "eager"
     make: Callable[[Any], Any] = OlmoeForCausalLM
-    return make(config).to(device, torch.bfloat16)
+    model = make(config).to(device, torch.bfloat16)
+    if device == "cuda":
+        for layer in model.model.layers:
+            layer.compile()
+    return model
 
 
 def save(model: Any, folder: Path, tokenizer_file: Path) -> None:
