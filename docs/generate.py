@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from evidence import tables  # noqa: E402
 from evidence.methods import EVERY  # noqa: E402
-from evidence.natural_table import repaired_models  # noqa: E402
+from evidence.natural_table import Repaired, repaired_models  # noqa: E402
 from moemerge.evaluation.significance import paired_t  # noqa: E402
 from tools import scale  # noqa: E402
 
@@ -169,43 +169,71 @@ def distilled_testbed() -> str:
     return markdown(("correct answers, %", "math", "code", "chat", "mean of math and code"), shown)
 
 
-UNSEEN_MODELS = {
-    "linear": "weight average",
-    "linear+refit": "refit",
-    "linear+refit-base": "refit with the base",
-    "linear+refit+refit": "refit twice",
-    "linear+distill": "distilled",
-    "linear+distill-base": "distilled with the base",
-    "linear+refit+distill": "refit, then distilled",
-    "linear+refit+distill-base": "refit, then distilled with the base",
-    "linear+refit-base+distill-base": "refit, then distilled, both with the base",
-    "linear+polish": "gradient refit (prototype)",
-    "linear+polishF": "the same, errors weighted by curvature",
+# Runs of `evidence natural`: (set, regime, merge) of each column.
+UNSEEN_RUNS = {
+    "strong, seed 0": ("s0", "strong", "linear"),
+    "strong, seed 1": ("s1", "strong", "linear"),
+    "strong, seed 2": ("s2", "strong", "linear"),
+    "mild, seed 2": ("s2", "mild", "linear"),
+    "TIES, strong, seed 2": ("s2", "strong", "ties"),
+    "TIES, mild, seed 2": ("s2", "mild", "ties"),
+}
+UNSEEN_REPAIRS = {
+    "harc": "HARC",
+    "refit": "refit",
+    "refit-base": "refit with the base",
+    "refit+refit": "refit twice",
+    "distill": "distill",
+    "distill-base": "distill with the base",
+    "refit+distill": "refit, then distill",
+    "refit+distill-base": "refit, then distill with the base",
+    "polish": "gradient refit, prototype",
+    "polishF": "the same, errors weighted by curvature",
+    "gradient": "gradient refit",
+    "gradient+distill-base": "gradient refit, then distill with the base",
+}
+# The rows of the results of `LABELS`.
+UNSEEN_KINDS = {
+    "HARC": {"harc"},
+    "refit": {"refit"},
+    "gradient": {"gradient"},
+    "distillation": {"distill", "distill-base"},
 }
 
 
-def natural_strong() -> str:
-    """Return the repairs of two strong sets, measured on packages that nothing else used."""
-    with lzma.open(DATA / "natural-strong.jsonl.xz", "rt", encoding="utf-8") as file:
+@cache
+def unseen(name: str, regime: str) -> dict[str, Repaired]:
+    """Return the models of one set and regime, measured on packages that nothing else used."""
+    with lzma.open(DATA / "natural.jsonl.xz", "rt", encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
-    sets = []
-    for name in dict.fromkeys(line["set"] for line in lines):
-        found = repaired_models([line for line in lines if line["set"] == name])
-        sets.append({row.model: row for row in found})
+    own = [line for line in lines if (line["set"], line["regime"]) == (name, regime)]
+    return {row.model: row for row in repaired_models(own)}
+
+
+def unseen_closed(regime: str, repair: str) -> list[float]:
+    """Return the percentages of the gap that a repair closes, over all sets and merges."""
+    kinds = UNSEEN_KINDS.get(repair, set())
+    sets = {name for name, own, _ in UNSEEN_RUNS.values() if own == regime}
+    rows = [row for name in sets for row in unseen(name, regime).values()]
+    return [100 * row.closed for row in rows if row.model.partition("+")[2] in kinds]
+
+
+def natural_seeds() -> str:
+    """Return the gap closed and the change on general text of every repair and run."""
+    columns = [(unseen(name, regime), merge) for name, regime, merge in UNSEEN_RUNS.values()]
     rows = []
-    for name, title in UNSEEN_MODELS.items():
+    for repair, title in UNSEEN_REPAIRS.items():
         cells = []
-        for models in sets:
-            row = models.get(name)
-            if row is None:
-                cells += [""] * 3
-                continue
-            closed = f"{percent(100 * row.closed)} ± {100 * row.error:.0f}" if "+" in name else ""
-            cells += [closed, *(f"{row.untouched[domain]:.3f}" for domain in ("general", "math"))]
+        for models, merge in columns:
+            row = models.get(f"{merge}+{repair}")
+            cell = ""
+            if row is not None:
+                change = row.untouched["general"] - models[merge].untouched["general"]
+                closed = f"{percent(100 * row.closed)} ± {100 * row.error:.0f}"
+                cell = f"{closed} ({change:+.2f})".replace("-", "−")
+            cells.append(cell)
         rows.append((title, *cells))
-    columns = ("gap closed", "general", "math")
-    heads = [f"seed {seed}: {column}" for seed in range(len(sets)) for column in columns]
-    return markdown(("model", *heads), rows)
+    return markdown(("repair", *UNSEEN_RUNS), rows)
 
 
 def pruned_repairs() -> str:
@@ -456,8 +484,11 @@ def results() -> str:
     """Return the range over merge methods of the gap that each repair closes."""
     tuned = {"fine-tuning": "fine-tuned, best of four"}
     rows = []
-    for repair in ("averaged routers", "HARC", "refit", "fine-tuning", "distillation"):
-        cells = [spread(closed(run, repair).values()) for run in ("A", "B")]
+    for repair in LABELS:
+        cells = [
+            spread([*closed(run, repair).values(), *unseen_closed(regime, repair)])
+            for run, regime in (("A", "mild"), ("B", "strong"))
+        ]
         for regime in ("plain", "soft"):
             if repair in SERIES:
                 cells.append(spread(synthetic_closed(regime, repair).values()))
@@ -494,8 +525,9 @@ LABELS = {
     "averaged routers": "averaging the routers (no text)",
     "HARC": "`calibrate` (HARC)",
     "refit": "`refit`",
+    "gradient": "`refit --solver gradient`",
     "fine-tuning": "fine-tuning on the same text",
-    "distillation": "distillation from the sources",
+    "distillation": "`distill`",
 }
 
 
@@ -694,7 +726,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "natural-setup": natural_setup,
     "natural-text": natural_text,
-    "natural-strong": natural_strong,
+    "natural-seeds": natural_seeds,
     "routers": routers,
     "paired-summary": paired_summary,
     "method-summary": method_summary,

@@ -162,7 +162,7 @@ def swapped(repaired: float) -> tuple[Swap, ...]:
 def test_swaps_bound_what_is_advised() -> None:
     rows = [row(n, 0.3) for n in range(8)]
     text = advice(rows, swaps=swapped(1.996))  # 2 %
-    assert "Do not calibrate: the weights cost the loss, not the routers. Distil" in text
+    assert "Do not calibrate: the weights cost the loss, not the routers. Refit" in text
     assert "calibrating brings" not in text
     assert "--layers" not in text
     assert "--swaps" not in text

@@ -84,9 +84,9 @@ def advise(measured: Measurements) -> tuple[str, ...]:
         advice.append("Little to repair: calibrating the routers cannot gain much here.")
     elif not routers_matter(measured.swaps):
         advice.append(
-            "Do not calibrate: the weights cost the loss, not the routers. Distil from the sources "
-            "(moemerge distill) or refit the linear maps to them (moemerge refit): on the one set "
-            "of natural-text models measured so far, these closed about 65 % and 25 % of the gap."
+            "Do not calibrate: the weights cost the loss, not the routers. Refit them (moemerge "
+            "refit --solver gradient closed 68 to 89 % of the gap of natural-text models, the "
+            "closed form 17 to 79 %) or distil from the sources (moemerge distill: 36 to 77 %)."
         )
     else:
         advice += _cause(about)
