@@ -1,10 +1,10 @@
-"""Write the tables and the figure of README.md and docs/ from the measurements in docs/data/.
+"""Write the tables and figures of README.md and docs/ from the measurements in docs/data/.
 
     python docs/generate.py            rewrite everything that is out of date
     python docs/generate.py --check    list what is out of date, and fail if there is any
 
 Text between `<!-- table: NAME -->` and `<!-- /table -->` on a page is replaced by the table of that
-name. The Markdown files in docs/data/ and docs/images/gap-closed.svg are written as a whole.
+name. The Markdown files in docs/data/ and docs/images/*.svg are written as a whole.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import math
 import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ DATA = ROOT / "docs" / "data"
 CELLS = DATA / "evidence-methods.jsonl.xz"
 sys.path.insert(0, str(ROOT))
 
-from evidence import tables  # noqa: E402
+from evidence import prediction, tables  # noqa: E402
 from evidence.methods import EVERY  # noqa: E402
 from evidence.natural_table import Repaired, repaired_models  # noqa: E402
 from moemerge.evaluation.significance import paired_t  # noqa: E402
@@ -66,7 +68,9 @@ def outdated() -> dict[Path, str]:
     """Return the new text of every file that differs from it."""
     made = {ROOT / page: with_tables((ROOT / page).read_text(encoding="utf-8")) for page in PAGES}
     made |= {DATA / name: f"{NOTICE}\n\n{make()}" for name, make in FILES.items()}
-    made[ROOT / "docs" / "images" / "gap-closed.svg"] = figure()
+    images = ROOT / "docs" / "images"
+    made[images / "gap-closed.svg"] = figure()
+    made[images / "routing-kl.svg"] = prediction.figure(prediction.merges(CELLS), natural_points())
     return {
         path: text
         for path, text in made.items()
@@ -202,12 +206,69 @@ UNSEEN_KINDS = {
 
 
 @cache
-def unseen(name: str, regime: str) -> dict[str, Repaired]:
-    """Return the models of one set and regime, measured on packages that nothing else used."""
+def unseen_lines(name: str, regime: str) -> list[dict[str, Any]]:
     with lzma.open(DATA / "natural.jsonl.xz", "rt", encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
-    own = [line for line in lines if (line["set"], line["regime"]) == (name, regime)]
-    return {row.model: row for row in repaired_models(own)}
+    return [line for line in lines if (line["set"], line["regime"]) == (name, regime)]
+
+
+@cache
+def unseen(name: str, regime: str) -> dict[str, Repaired]:
+    """Return the models of one set and regime, measured on packages that nothing else used."""
+    return {row.model: row for row in repaired_models(unseen_lines(name, regime))}
+
+
+def natural_points() -> list[prediction.Point]:
+    """Return what HARC and refit close, for every merge of natural-text models with its KL."""
+    points = []
+    for name, regime, merge in UNSEEN_RUNS.values():
+        for line in unseen_lines(name, regime):
+            if line["model"] == f"{merge}+diagnose":
+                totals = line["diagnosis"]["totals"]
+                kl = statistics.fmean(one["kl"] for one in totals if one["model"] == "model")
+                points += [
+                    prediction.Point(repair, kl, unseen(name, regime)[model].closed)
+                    for repair in prediction.TITLES
+                    if (model := f"{merge}+{repair}") in unseen(name, regime)
+                ]
+    return points
+
+
+def predicted() -> str:
+    """Return what repairs closed by the KL of the routing, on fitted and on other seeds."""
+    found = prediction.merges(CELLS)
+    fitted = prediction.bands([m for m in found if m.seed in prediction.FITTED_SEEDS])
+    others = prediction.bands([m for m in found if m.seed in prediction.TESTED_SEEDS])
+    rows, least = [], 0.0
+    for below in fitted:
+        label = f"{least:g} to {below:g}" if below < math.inf else f"above {least:g}"
+        cells = []
+        for repair in prediction.TITLES:
+            for part in (fitted, others):
+                own = prediction.expected([getattr(one, repair) for one in part[below]])
+                cells.append(str(own).replace("-", "−").replace("%", " %"))
+        rows.append((label, str(len(fitted[below]) + len(others[below])), *cells))
+        least = below
+    heads = [
+        f"{title}: {part}"
+        for title in prediction.TITLES.values()
+        for part in ("fitted", "other seeds")
+    ]
+    checks = []
+    for repair, title in prediction.TITLES.items():
+        test = prediction.tested(found, attrgetter(repair))
+        errors = (f"{100 * error:.0f} points" for error in (test.error, test.naive_error))
+        inside = percent(100 * test.inside)
+        checks.append((title, f"{test.correlation:.2f}", *errors, inside))
+    headings = ("KL of the routing, nats", "merges", *heads)
+    tests = (
+        "on other seeds",
+        "correlation",
+        "mean absolute error",
+        "of the mean alone",
+        "in range",
+    )
+    return f"{markdown(headings, rows)}\n\n{markdown(tests, checks)}"
 
 
 def unseen_closed(regime: str, repair: str) -> list[float]:
@@ -727,6 +788,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "natural-setup": natural_setup,
     "natural-text": natural_text,
     "natural-seeds": natural_seeds,
+    "predicted": predicted,
     "routers": routers,
     "paired-summary": paired_summary,
     "method-summary": method_summary,

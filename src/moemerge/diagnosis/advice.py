@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from moemerge.diagnosis.expectation import REFIT, expected_of_calibration
 from moemerge.diagnosis.results import MODEL, DomainTotal, LayerDiagnosis, Swap
 from moemerge.diagnosis.verdict import (
     INTACT,
@@ -20,7 +21,7 @@ from moemerge.diagnosis.verdict import (
     routers_matter,
     theory,
 )
-from moemerge.report.words import percent
+from moemerge.report.words import percent, plain
 
 # The mismatch is concentrated in a run of layers if they have most of it and are much worse than
 # the rest.
@@ -91,6 +92,8 @@ def advise(measured: Measurements) -> tuple[str, ...]:
     else:
         advice += _cause(about)
         advice += _where(about)
+        if not about.calibrated:
+            advice.append(_expected(about.overall))
         if not measured.swaps:
             advice.append(_unmeasured(about.overall.loss_gap))
     advice += _experts(about.rows)
@@ -101,6 +104,17 @@ def advise(measured: Measurements) -> tuple[str, ...]:
     own = [row for row in measured.rows if row.model == MODEL]
     choice = _choice([models[name] for name in best], models[MODEL], measured.names)
     return (*choice, *elsewhere, *advice, *_swapped(measured.swaps), *_few_tokens(own))
+
+
+def _expected(own: Overall) -> str:
+    """State what repairs closed in measured merges, and recommend one."""
+    kl = own.mean("kl")
+    expected = expected_of_calibration(kl)
+    text = (
+        f"In measured merges with such a routing KL ({plain(kl)}), calibration closed {expected} "
+        f"of the gap to the sources, refit {REFIT}."
+    )
+    return text if expected.low > 0 else f"{text} Prefer moemerge refit --solver gradient."
 
 
 def _unmeasured(gap: float | None) -> str:

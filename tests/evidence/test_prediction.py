@@ -1,0 +1,45 @@
+"""What diagnose expects of a repair is what recorded merges say."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from evidence.prediction import FITTED_SEEDS, Merge, bands, expected, merges, tested
+from moemerge.diagnosis.expectation import CALIBRATION, REFIT, Expected, expected_of_calibration
+
+CELLS = Path(__file__).parents[2] / "docs" / "data" / "evidence-methods.jsonl.xz"
+
+
+def test_the_advice_has_the_numbers_of_the_fit() -> None:
+    found = merges(CELLS)
+    fitted = [one for one in found if one.seed in FITTED_SEEDS]
+    for below, own in bands(fitted).items():
+        fit = expected([one.harc for one in own])
+        assert str(fit) == str(CALIBRATION[below])
+    assert str(expected([one.refit for one in fitted])) == str(REFIT)
+    # Every merge of the paper's six methods and all others, with a gap worth closing.
+    assert {one.regime for one in found} == {"soft", "plain"}
+    assert len(found) == 840
+
+
+def test_a_prediction_is_tested_on_other_seeds() -> None:
+    low = [Merge("plain", seed, 0.1, 0.0, 0.5) for seed in (0, 0, 1, 2, 3)]
+    high = [Merge("soft", seed, 0.6, 0.8, 0.5) for seed in (0, 0, 1, 2, 3)]
+    found = [*low, *high, Merge("soft", 4, 0.6, 0.4, 0.5)]
+    empty = [Merge("soft", 0, kl, 0.4, 0.5) for kl in (0.2, 0.2, 0.4, 0.4)]
+    test = tested([*found, *empty], lambda one: one.harc)
+    # Two bands are met exactly; the seed-4 merge closes 0.4 where 0.8 is expected.
+    assert test.error == pytest.approx(0.4 / 3)
+    assert test.inside == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(("kl", "band"), [(0.0, 0.15), (0.15, 0.3), (0.49, 0.5), (7.0, math.inf)])
+def test_a_band_has_its_lower_edge(kl: float, band: float) -> None:
+    assert expected_of_calibration(kl) is CALIBRATION[band]
+
+
+def test_an_expectation_reads_as_percentages() -> None:
+    assert str(Expected(0.04, -0.02, 0.11)) == "4% (-2% to 11%)"
