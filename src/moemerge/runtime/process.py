@@ -29,6 +29,10 @@ KERNEL_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 CACHED_KERNELS = 64
 # Address space that a new thread may take: its stack (usually 8 MiB) and its buffers.
 THREAD_BYTES = 32 * 2**20
+# torch for ARM allocates with mimalloc, which returns a freed buffer to the system after 10 ms. The
+# next block of a merge often needs it later than that.
+MIMALLOC_DELAY = "MIMALLOC_PURGE_DELAY"
+DELAY_MS = 1000
 
 _is_configured = False
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the latter: before 2.9
@@ -46,6 +50,7 @@ def configure_process() -> None:
         # Segments that grow: memory freed between others can still serve larger tensors. torch
         # reads this when it first uses a GPU.
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
+    os.environ.setdefault(MIMALLOC_DELAY, str(DELAY_MS))
 
 
 def is_configured() -> bool:

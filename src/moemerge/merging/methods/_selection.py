@@ -111,6 +111,12 @@ def _cut(magnitudes: Floats, k: int) -> Cut:
         return _partition_cut(magnitudes, k)
     sample = np.sort(magnitudes[:: n // _SAMPLE | 1])  # an odd step meets all columns
     place, last = (n - k) * sample.size // n, sample.size - 1
+    if (guess := sample[place]) in (sample[place - 1], sample[min(place + 1, last)]):
+        # Weights in bf16 differ by few distinct amounts. The sample's cut is then often the cut.
+        above = n - int(np.count_nonzero(magnitudes <= guess))
+        ties = n - int(np.count_nonzero(magnitudes < guess)) - above
+        if above < k <= above + ties:
+            return Cut(float(guess), k - above, above + ties - k)
     spread = 2 * math.isqrt(sample.size)  # four standard deviations or more
     low, high = sample[max(place - spread, 0)], sample[min(place + spread, last)]
     low = low if place > spread else 0.0

@@ -131,8 +131,13 @@ def _vote(
 
 def _sum_(terms: Sequence[Tensor], weights: Sequence[float], *, out: Tensor) -> None:
     """Compute Σ w_i x_i from left to right."""
-    torch.mul(terms[0], weights[0], out=out)
-    for term, weight in zip(terms[1:], weights[1:], strict=True):
+    first, *rest = zip(terms, weights, strict=True)
+    if first[1] == 1 and rest:  # saves a pass
+        torch.add(first[0], rest[0][0], alpha=rest[0][1], out=out)
+        del rest[0]
+    else:
+        torch.mul(*first, out=out)
+    for term, weight in rest:
         out.add_(term, alpha=weight)
 
 
