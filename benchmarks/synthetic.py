@@ -61,6 +61,14 @@ class Shape:
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
         }
+        if self.family == "llama":
+            del common["num_experts"], common["num_experts_per_tok"]
+            return common | {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "intermediate_size": self.expert_width,
+                "max_position_embeddings": 4096,
+            }
         if self.family == "olmoe":
             return common | {
                 "architectures": ["OlmoeForCausalLM"],
@@ -85,12 +93,17 @@ class Shape:
         yield _info(f"{p}self_attn.k_proj.weight", pairs, d)
         yield _info(f"{p}self_attn.v_proj.weight", pairs, d)
         yield _info(f"{p}self_attn.o_proj.weight", d, inner)
+        yield _info(f"{p}input_layernorm.weight", d)
+        yield _info(f"{p}post_attention_layernorm.weight", d)
+        if self.family == "llama":  # dense
+            yield _info(f"{p}mlp.gate_proj.weight", self.expert_width, d)
+            yield _info(f"{p}mlp.up_proj.weight", self.expert_width, d)
+            yield _info(f"{p}mlp.down_proj.weight", d, self.expert_width)
+            return
         # OLMoE norms all heads at once, Qwen3 each.
         whole = self.family == "olmoe"
         yield _info(f"{p}self_attn.q_norm.weight", inner if whole else self.head_dim)
         yield _info(f"{p}self_attn.k_norm.weight", pairs if whole else self.head_dim)
-        yield _info(f"{p}input_layernorm.weight", d)
-        yield _info(f"{p}post_attention_layernorm.weight", d)
         yield _info(f"{p}mlp.gate.weight", self.experts, d)
         for e in range(self.experts):
             yield _info(f"{p}mlp.experts.{e}.gate_proj.weight", self.expert_width, d)
@@ -106,6 +119,7 @@ class Shape:
 SHAPES = {
     "olmoe-1b-7b": Shape("olmoe", 16, 2048, 64, 8, 1024, 16, 16, 128, 50304),
     "qwen3-30b-a3b": Shape("qwen3_moe", 48, 2048, 128, 8, 768, 32, 4, 128, 151936),
+    "llama-7gb": Shape("llama", 16, 4096, 1, 1, 11008, 32, 32, 128, 32000),
     "small": Shape("olmoe", 3, 256, 16, 4, 128, 4, 4, 64, 1024),
     "narrow": Shape("olmoe", 2, 64, 64, 8, 32, 2, 2, 32, 1024),
 }

@@ -92,6 +92,26 @@ def test_what_learns_is_left_to_transformers(zoo_folder: Folder) -> None:
         assert fused._suited(experts, x, chosen, torch.ones(3, 2))
 
 
+def test_experts_in_their_stored_dtype_compute_the_same(
+    zoo_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "CONVERTED_BYTES", 4 * 32 * 5)  # five rows
+    folder, batches = zoo_folder("olmoe", dtype=BF16), reference.batches()
+    found: list[list[torch.Tensor]] = []
+    for narrow in (False, True):
+        settings = StreamSettings(CPU, torch.float32, narrow_experts=narrow)
+        with RouterStream(Checkpoint.open(folder), batches, settings) as stream:
+            for stop in stream:
+                experts = stream.model.model.layers[stop.layer].mlp.experts
+                assert (experts.down_proj.dtype == BF16) == narrow
+                found.append([a.given[0].clone() for a in stop.arrivals])
+    layers = len(found) // 2
+    for wide, small in zip(found[:layers], found[layers:], strict=True):
+        for x, y in zip(wide, small, strict=True):
+            torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-6)
+    assert layers > 1
+
+
 # --- on a GPU -----------------------------------------------------------------------------------
 
 

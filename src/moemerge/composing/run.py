@@ -119,7 +119,7 @@ def _domains(job: ComposeJob) -> list[FitDomain]:
 def _stream(job: ComposeJob, model: OpenModel) -> StreamSettings:
     device = own_device(resolve_device(job.settings.device))
     dtype = forward_dtype(job.settings.dtype, model, device)
-    return StreamSettings(device, dtype, job.settings.offload)
+    return StreamSettings(device, dtype, job.settings.offload, narrow_experts=True)
 
 
 def _start(job: ComposeJob) -> dict[int, Tensor]:

@@ -22,7 +22,7 @@ from moemerge.runtime.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-COPY_BYTES = 64 * 2**20
+COPY_BYTES = 16 * 2**20
 PROJECTIONS = ("gate", "up", "down")
 COMPUTED = ".rotary_emb.inv_freq"  # a buffer in old checkpoints, which models compute themselves
 

@@ -1,4 +1,4 @@
-"""Fused experts and RMS norms for a transformers model on a GPU."""
+"""Fused experts and RMS norms on a GPU; experts in their stored dtype on a CPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from moemerge.features.compat import (
+    apply_gate,
     grouped_experts,
     has_default_gate,
+    is_experts,
     register_experts,
     set_experts_implementation,
 )
@@ -66,16 +68,12 @@ def experts_forward(
 
 
 def _suited(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> bool:
-    flags = ("has_bias", "is_transposed", "has_post_expert_norm")
     learns = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (x, weights, *module.parameters())
     )
     return (
         not learns  # the kernels have no backward pass
-        and bool(module.has_gate)
-        and getattr(module, "is_concatenated", True)
-        and not any(getattr(module, flag, False) for flag in flags)
-        and has_default_gate(module)
+        and _is_plain(module)
         and _is_silu(module.act_fn)
         and x.dim() == chosen.dim() == 2
         and chosen.shape == weights.shape
@@ -84,8 +82,64 @@ def _suited(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> bool:
     )
 
 
+def _is_plain(module: Any) -> bool:
+    flags = ("has_bias", "is_transposed", "has_post_expert_norm")
+    return (
+        bool(module.has_gate)
+        and getattr(module, "is_concatenated", True)
+        and not any(getattr(module, flag, False) for flag in flags)
+        and has_default_gate(module)
+    )
+
+
 def _is_silu(function: Any) -> bool:
     return isinstance(function, nn.SiLU | SiLUActivation) or function is nn.functional.silu
+
+
+# On a CPU, the hidden states are float32, and experts in bf16 take half of the memory.
+
+NARROW = "moemerge-narrow"
+CONVERTED_BYTES = 64 * 2**20  # of a weight, in the hidden states' dtype
+
+
+def use_narrow_experts(model: PreTrainedModel) -> frozenset[str]:
+    """Let plain experts convert their weights as they use them; return the weights' names."""
+    register_experts(NARROW, narrow_experts_forward)
+    _compute_by(NARROW, model)
+    modules: Any = model.named_modules()
+    return frozenset(
+        f"{path}.{leaf}"
+        for path, module in modules
+        if is_experts(module)
+        and _is_plain(module)
+        and getattr(module.config, "_experts_implementation", None) == NARROW
+        for leaf in ("gate_up_proj", "down_proj")
+    )
+
+
+def narrow_experts_forward(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute expert by expert; transformers calls this instead of the module's own forward."""
+    x = hidden_states
+    if not _is_plain(module) or all(value.dtype == x.dtype for value in module.parameters()):
+        return grouped_experts(module, x, top_k_index, top_k_weights)
+    out = torch.zeros_like(x)
+    for expert in range(module.down_proj.shape[0]):
+        token, place = torch.where(top_k_index == expert)
+        if not len(token):
+            continue
+        gated = apply_gate(module, _product(x[token], module.gate_up_proj[expert]))
+        made = _product(gated, module.down_proj[expert])
+        out.index_add_(0, token, made * top_k_weights[token, place, None].to(x.dtype))
+    return out
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x Wᵀ; some rows of W at a time are converted to x's dtype."""
+    rows = max(1, CONVERTED_BYTES // (weight.shape[1] * x.element_size()))
+    parts = [functional.linear(x, part.to(x.dtype)) for part in torch.split(weight, rows)]
+    return torch.cat(parts, dim=1)
 
 
 # --- norms --------------------------------------------------------------------------------------

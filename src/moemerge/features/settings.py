@@ -38,6 +38,8 @@ class StreamSettings:
     # Read the next layer while one computes. On a CPU this takes memory, and cores from the
     # computation.
     prefetch: bool | None = None
+    # Hold experts in their stored dtype on a CPU; every batch converts them again.
+    narrow_experts: bool = False
     gather: bool | None = None  # hand out a domain's inputs as one block
     spill_folder: Path | None = None
     spill_smallest: int = SMALLEST  # bytes of a storage that is worth offloading

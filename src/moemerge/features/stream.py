@@ -16,9 +16,9 @@ are those of the whole model, bit for bit.
                     ...
                 stop.replace({f"{stop.path}.weight": new})   # rounded to the stored dtype
 
-Memory holds: the resident part (embeddings, norms, and the head if requested), one layer (and the
-next, while it is read), the waiting batches' activations (see `spill`), one running batch's
-temporaries, and the inputs at a stop.
+Memory holds: the resident part (norms, the head if requested, and the embeddings before the first
+layer), one layer (and the next, while it is read), the waiting batches' activations (see `spill`),
+one running batch's temporaries, and the inputs at a stop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
-from moemerge.features.fused import fuse
+from moemerge.features.fused import fuse, use_narrow_experts
 from moemerge.features.input_hooks import InputHooks, find_input_hooks
 from moemerge.features.loading import NameMap, build_skeleton
 from moemerge.features.routers import Anatomy, anatomy, names_outside_layers
@@ -94,7 +94,15 @@ class ModelStream:
         whole = on_output is not None and output == "logits"
         self._runs = self.model if whole else self.model.get_submodule(self.anatomy.owner)
         self.stopwatch = stopwatch or Stopwatch(self.device)
-        self.weights = Weights(self.model, checkpoint, self.device, settings.dtype, self.stopwatch)
+        narrow = settings.narrow_experts and self.device.type == "cpu"
+        self.weights = Weights(
+            self.model,
+            checkpoint,
+            self.device,
+            settings.dtype,
+            self.stopwatch,
+            as_stored=use_narrow_experts(self.model) if narrow else (),
+        )
         self._root = names_outside_layers(self.model, self.anatomy, whole=whole)
         self.memory: MemoryEstimate = self._memory(batches)
         self._spills = SpillFactory(self.memory.offload, self.device, settings.spill_folder)
@@ -299,7 +307,7 @@ class ModelStream:
         path = self.anatomy.layers[layer]
         names = self.weights.names_under(path)
         with self.stopwatch.span("wait for weights"):
-            self.drop_layer()
+            self._drop_embeddings() if first else self.drop_layer()
             self.weights.place(self.weights.fetched(path, names))
             self.weights.check(names, path)
             # Hidden states do not show NaN in an expert that receives no token.
@@ -333,10 +341,8 @@ class ModelStream:
             self._layer = None
             self.give_back()
 
-    def drop_embeddings(self) -> None:
+    def _drop_embeddings(self) -> None:
         """Free the embeddings, once every batch has passed them."""
-        if self._layer is None and self._at == "start":
-            return
         with suppress(NotImplementedError):  # the model does not declare its embeddings
             table = self.model.get_input_embeddings()
             paths = [path for path, module in self.model.named_modules() if module is table]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -67,6 +67,8 @@ class Weights:
         device: torch.device,
         dtype: torch.dtype,
         stopwatch: Stopwatch | None = None,
+        *,
+        as_stored: Collection[str] = (),  # parameters that keep the dtype that they have on disk
     ) -> None:
         self.model = model
         self.checkpoint = checkpoint
@@ -75,6 +77,7 @@ class Weights:
         self._state: Mapping[str, Tensor] = dict(model.state_dict())
         self._meta = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
         self._float32 = keeps_float32(model, dtype)
+        self._as_stored = as_stored
         self._tied = tied_names(model)
         self._stopwatch = stopwatch or Stopwatch(device)
         readers = READERS if device.type == "cpu" else UPLOAD_READERS
@@ -204,9 +207,12 @@ class Weights:
             start = stop
 
     def _in_rows(self, name: str, slot: Tensor) -> Iterator[StoredSlice]:
-        """Split a read for a GPU into pieces of a buffer's size, which are read in parallel."""
+        """Split a read into pieces of a buffer's size, which are read in parallel.
+
+        Without pieces, a conversion on a CPU would hold both copies of a whole tensor.
+        """
         nbytes = slot.numel() * slot.element_size()
-        if self._uploads is None or nbytes <= BUFFER_BYTES:
+        if nbytes <= BUFFER_BYTES:
             yield StoredSlice(name, None, slot)
             return
         rows = slot.shape[0]
@@ -254,6 +260,11 @@ class Weights:
         return {name: value.contiguous().pin_memory() for name, value in made.items()}
 
     def _dtype_of(self, name: str) -> torch.dtype:
+        recipe = self._recipe(name) if name in self._as_stored else None
+        if recipe is not None:
+            stored = {self.checkpoint.tensors[source].dtype.torch for _, source in recipe.sources}
+            if len(stored) == 1:
+                return stored.pop()
         return torch.float32 if self._float32(name) else self._state[name].dtype
 
     # --- placing ---

@@ -108,8 +108,6 @@ class RefitLoop:
     def _begin_layer(self, plan: LayerPlan, stop: Stop) -> None:
         if plan.number in self.done_before:
             plan = plan.without_maps()
-        if plan.number == 0:
-            self.streams.drop_embeddings()
         recorded = plan if self.training is None else plan.without_maps()
         structure = self.streams.begin_layer(recorded, stop)
         self._left = set(plan.pauses)

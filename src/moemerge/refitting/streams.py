@@ -188,11 +188,6 @@ class RefitStreams:
             self.merged.recorder.records[id(arrival.batch)] = Record(entered=entered)
         return self.needs.structure or LayerStructure()
 
-    def drop_embeddings(self) -> None:
-        """Release the embeddings, when all models have stopped before the first layer."""
-        for runner in self.runners:
-            runner.stream.drop_embeddings()
-
     def drop_layers(self) -> None:
         """Release the layers after the last one; only the head remains."""
         for runner in self.runners:
