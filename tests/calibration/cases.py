@@ -91,7 +91,7 @@ def changed_tensors(before: Path, after: Path) -> set[str]:
     """Names whose bytes differ; both folders must hold the same tensors."""
     old, new = zoo.tensors(before), zoo.tensors(after)
     assert old.keys() == new.keys()
-    assert all(old[name].dtype == new[name].dtype for name in old)
+    assert all((old[n].dtype, old[n].shape) == (new[n].dtype, new[n].shape) for n in old)
     return {name for name in old if not _same_bytes(old[name], new[name])}
 
 

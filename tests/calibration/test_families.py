@@ -34,7 +34,6 @@ def test_a_family_calibrates(family: str, case_of: CaseOf, tmp_path: Path) -> No
         assert after < before, row
     changed = {place.weight for place in served} | {p.bias for p in served if p.bias}
     assert cases.changed_tensors(case.merged, out) == changed
-    zoo.assert_loads(out)
 
 
 @pytest.mark.parametrize("family", REFUSED)

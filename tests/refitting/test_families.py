@@ -47,7 +47,6 @@ def test_a_family_is_refitted(family: str, zoo_folder: Callable[..., Path], tmp_
     assert changed
     assert [name for name in changed if UNTOUCHED.search(name)] == []
     assert family not in NORMED or {row["target"] for row in rows} == {"output"}
-    zoo.assert_loads(out)
 
 
 @pytest.mark.parametrize("family", REFUSED)
