@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors import safe_open
@@ -181,6 +182,20 @@ _NO_TEXT_MODEL = {
 FAMILIES: tuple[str, ...] = tuple(
     row.model_type for row in families.FAMILIES if row.model_type not in _NO_TEXT_MODEL
 )
+
+# One family of each kind of gate, layout and attention.
+KINDS = {
+    *("olmoe", "qwen2_moe", "qwen3_next", "mixtral", "jamba", "deepseek_v2", "deepseek_v3"),
+    *("gpt_oss", "granitemoe", "phimoe", "llama4_text", "gemma4_text", "deepseek_v4", "lfm2_moe"),
+    *("flex_olmo", "longcat_flash", "jetmoe", "glm_moe_dsa", "kimi_linear", "nemotron_h"),
+    *("inkling_text", "muse_spark_text"),
+}
+
+
+def by_kind(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test that runs a whole job: `make slow` runs it for the other families."""
+    return [pytest.param(n, marks=() if n in KINDS else pytest.mark.slow) for n in names]
+
 
 # Families whose causal-LM class is not in transformers' automatic map.
 _CLASSES = {"mistral4": "Mistral4ForCausalLM"}

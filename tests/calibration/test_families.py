@@ -15,7 +15,7 @@ from moemerge.errors import ArchitectureError
 
 CaseOf = Callable[..., cases.Case]
 REFUSED = ("zaya", "doge")
-SERVED = tuple(name for name in zoo.FAMILIES if name not in REFUSED)
+SERVED = zoo.by_kind(name for name in zoo.FAMILIES if name not in REFUSED)
 
 
 @pytest.mark.parametrize("family", SERVED)

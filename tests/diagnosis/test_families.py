@@ -16,16 +16,7 @@ from moemerge.architectures.opened import open_model
 from moemerge.errors import ArchitectureError
 
 REFUSED = ("zaya", "doge")
-# One family of each kind of gate, layout and attention; `make slow` diagnoses the others.
-KINDS = {
-    *("olmoe", "qwen2_moe", "qwen3_next", "mixtral", "jamba", "deepseek_v2", "deepseek_v3"),
-    *("gpt_oss", "granitemoe", "phimoe", "llama4_text", "gemma4_text", "deepseek_v4", "lfm2_moe"),
-}
-SERVED = tuple(
-    pytest.param(name, marks=() if name in KINDS else pytest.mark.slow)
-    for name in zoo.FAMILIES
-    if name not in REFUSED
-)
+SERVED = zoo.by_kind(name for name in zoo.FAMILIES if name not in REFUSED)
 
 
 @pytest.fixture(scope="module")

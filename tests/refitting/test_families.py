@@ -23,7 +23,7 @@ REFUSED: tuple[str, ...] = ("dbrx", "jetmoe", "longcat_flash", "llama4_text", "s
 NORMED: tuple[str, ...] = ("flex_olmo", "gemma4_text", "afmoe", "muse_spark_text")
 # What stays as merged in every family.
 UNTOUCHED = re.compile(r"norm|embed|bias|conv1d|conv\.(conv\.)?weight|shared_expert_gate")
-SERVED = tuple(
+SERVED = zoo.by_kind(
     name for name in (*zoo.FAMILIES, *multimodal_zoo.FAMILIES) if name not in (*REFUSED, *UNROUTED)
 )
 CHEAP: dict[str, Any] = {"ridge": 0.1, "holdout": 0.0, "router": "keep"}
