@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from processes import environment, python
 from tools.fuzz import cases
 
 ROOT = Path(__file__).parents[2]
@@ -25,17 +23,14 @@ def test_the_page_states_the_number_of_kinds() -> None:
     ids=["some", "every kind, and valid files"],
 )
 def test_hostile_files_are_refused_and_valid_ones_are_not(
-    chosen: tuple[str, ...], tmp_path: Path
+    chosen: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a separate process: this one has threads and must not fork."""
-    arguments = (*chosen, "--seed", "7", "--seconds", "90")
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.fuzz.run", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+    monkeypatch.chdir(ROOT)
+    done = python(
+        "from tools.fuzz.run import main; raise SystemExit(main())",
+        *(*chosen, "--seed", "7", "--seconds", "90"),
+        env=environment(TMPDIR=str(tmp_path)),
         timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
