@@ -33,7 +33,8 @@ def token_rows(case: cases.Case) -> dict[str, list[list[int]]]:
 @pytest.mark.parametrize(
     ("family", "sources", "name"),
     [
-        *(("olmoe", 3, name) for name in SETTINGS),
+        *(("olmoe", 2, name) for name in SETTINGS if name != "weights"),
+        ("olmoe", 3, "weights"),
         ("qwen3_moe", 2, "weights"),
     ],
 )
@@ -76,12 +77,12 @@ def test_the_report_is_true_of_the_model_that_was_written(
                 assert row[f"mismatch_{when}"][name] == pytest.approx(missed, abs=0.01)
 
 
-@pytest.mark.parametrize("init", ["merged", "average", "zero"])
-def test_the_start_does_not_change_the_answer(init: str, case_of: CaseOf, tmp_path: Path) -> None:
+def test_the_start_does_not_change_the_answer(case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("olmoe")
-    case.calibrate(tmp_path / "out", init=init, measure=False)
     expected = dense.harc(case.merged, case.sources, token_rows(case))
-    after = zoo.tensors(tmp_path / "out")
     before = zoo.tensors(case.merged)
-    for name, router in expected.items():
-        assert (after[name] - router).norm() <= 2e-3 * (router - before[name]).norm()
+    for init in ("merged", "average", "zero"):
+        case.calibrate(tmp_path / init, init=init, measure=False)
+        after = zoo.tensors(tmp_path / init)
+        for name, router in expected.items():
+            assert (after[name] - router).norm() <= 2e-3 * (router - before[name]).norm()

@@ -191,6 +191,7 @@ def test_a_refit_has_the_base_as_a_source_if_requested(bench, tmp_path):
     assert list(report["sources"]) == ["math", "code", "base"]
 
 
+@pytest.mark.slow
 def test_the_best_of_several_fine_tunings_is_measured(bench):
     bench.make(AVERAGE)
     tunings = (Tuning(1, 1e-5), Tuning(2, 1e-5), Tuning(2, 0.1))

@@ -114,6 +114,7 @@ def test_wrong_settings_are_refused_before_any_work(wrong, words, train_set, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_model_learns(train_set, tmp_path):
     """Sixty steps on a few problems are enough to memorise them."""
     start = train_set(tmp_path / "set", arch="qwen3_moe", domains=("chat",))

@@ -23,10 +23,9 @@ ALPHA = 0.9
 EXPERTS = 12
 KEPT = [0, 2, 3, 5, 6, 7, 10, 11]  # two thirds, the same number of both groups
 COUNT = {"deepseek_v3": "n_routed_experts", "gpt_oss": "num_local_experts"}
-# The layer with the first router; DeepSeek and Qwen3 begin with a dense one.
+# The layer with the first router; DeepSeek begins with a dense one.
 FIRST = {
     "olmoe": "model.layers.0.",
-    "qwen3_moe": "model.layers.1.",
     "deepseek_v3": "model.layers.1.",
     "gpt_oss": "model.layers.0.",
 }

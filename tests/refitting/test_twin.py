@@ -14,8 +14,8 @@ from refitting.dense import Twin, whole_model
 
 RIDGE = 0.003
 # Plain; biases in experts (gpt_oss) and attention (qwen2_moe); a shared expert with a gate and a
-# dense layer (qwen2_moe); sigmoid gates, latent attention and shared experts (deepseek_v3, glm).
-FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "glm4_moe")
+# dense layer (qwen2_moe); sigmoid gates, latent attention and shared experts (deepseek_v3).
+FAMILIES = ("qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v3")
 
 
 def worst(twin: Twin, out: Path) -> tuple[float, str]:
@@ -39,13 +39,12 @@ def worst(twin: Twin, out: Path) -> tuple[float, str]:
 
 # The twin runs whole models for every map: layers and sources cost it most.
 @pytest.mark.parametrize(
-    ("family", "sources", "layers"),
-    [*((family, 2, 2) for family in FAMILIES), ("olmoe", 3, 2), ("deepseek_v3", 2, 3)],
+    ("family", "sources"), [*((family, 2) for family in FAMILIES), ("olmoe", 3)]
 )
 def test_every_map_is_the_dense_one(
-    family: str, sources: int, layers: int, zoo_folder: Callable[..., Path], tmp_path: Path
+    family: str, sources: int, zoo_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    base = zoo_folder(family, num_hidden_layers=layers)
+    base = zoo_folder(family, num_hidden_layers=2)
     case = make_case(base, tmp_path / "case", sources=sources, rows=6)
     case.refit(tmp_path / "out", ridge=RIDGE, holdout=0.0, router="keep")
     twin = Twin(case.merged, case.sources, case.rows(), RIDGE).refit()
