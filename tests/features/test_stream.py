@@ -87,7 +87,7 @@ def test_features_are_those_of_the_whole_model(family: str, zoo_folder: Folder) 
     batches = reference.batches()
     assert any(batch.padded for batch in batches)
     assert not all(batch.padded for batch in batches)
-    found = stream_all(folder, batches, gather=True)
+    found = stream_all(folder, batches)
     assert found
     model = reference.whole_model(folder)
     expected, whole = reference.run_whole(model, tuple(found), batches)
@@ -507,7 +507,7 @@ def test_reading_ahead_changes_nothing(family: str, zoo_folder: Folder) -> None:
     assert_same(with_it, stream_all(folder, batches, prefetch=False))
 
 
-@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "gpt_oss", "jetmoe"])
+@pytest.mark.parametrize("family", zoo.by_kind(SERVED))
 def test_gathered_inputs_lie_side_by_side_and_change_nothing(
     family: str, zoo_folder: Folder
 ) -> None:
