@@ -368,8 +368,12 @@ def refit_report(report: RefitReport, *, verbose: bool) -> RenderableType:
     ]
     held = total["error_left"]["held_out"]
     left, on = (held, "held out") if held else (total["error_left"]["calibration"], "fitted")
+    if report.settings.get("solver") == "gradient":
+        fitted = f"{total['maps']} layers and heads, each in {report.settings['steps']} steps{kept}"
+    else:
+        fitted = f"{total['maps']} maps, {counted(total['routers'], 'router')}{kept}"
     rows = [
-        ("maps", f"{total['maps']} refitted, {counted(total['routers'], 'router')}{kept}"),
+        ("refitted", fitted),
         ("error left", ", ".join(f"{k} {v:.0%}" for k, v in left.items()) + f" (rows {on})"),
         ("tokens", ", ".join(tokens)),
         *held_out(report),

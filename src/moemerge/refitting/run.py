@@ -45,7 +45,7 @@ from moemerge.refitting.streams import RefitStreams, build_streams, require_same
 from moemerge.routing.compilation import compile_kernels
 from moemerge.routing.products import logits_of, working_dtype
 from moemerge.runtime.dtypes import dtype_name
-from moemerge.runtime.progress import Progress
+from moemerge.runtime.progress import Progress, counted
 from moemerge.runtime.timing import Timings, peak_memory
 
 HEAD = "head"
@@ -221,7 +221,8 @@ class RefitRun:
         if row["drift_before"] and row["drift_after"]:
             old, new = (_mean(row[key]) for key in ("drift_before", "drift_after"))
             drift = f", drift {old:.3g} → {new:.3g}"
-        self.progress.note(f"{where}: {len(row['maps'])} maps{left}{drift}")
+        maps = "" if self.job.by_gradient else f": {counted(len(row['maps']), 'map')}"
+        self.progress.note(f"{where}{maps}{left}{drift}")
 
     def _report(self, streams: RefitStreams, plan: RefitPlan) -> RefitReport:
         job = self.job

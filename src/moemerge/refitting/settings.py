@@ -111,5 +111,5 @@ REFIT = Repair(
     card_title="Refit",
     card_done="Refitted",
     card_summary="its linear maps refitted to the sources' outputs",
-    card_holdout="rows held out from the fit, used to choose λ and the maps that change",
+    card_holdout="rows held out from the fit, used to choose its settings and the maps that change",
 )
