@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from moemerge.report.files import in_markdown
 from moemerge.runtime.progress import counted
 
 MOST_NAMED = 5  # maps that a warning names
+ENOUGH_TOKENS = 4  # for each input, of the middle map: with fewer, random models got worse
 
 
 def number(value: float | None) -> float | None:
@@ -235,27 +237,28 @@ def matches_sources(row: Mapping[str, Any]) -> bool:
 
 
 def few_tokens(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a warning about maps that fewer tokens reach than they have inputs."""
+    """Return warnings about maps that few tokens reach, and about text too short for the model."""
     reached = _tokens_and_inputs(layers)
     scarce = {name: pair for name, pair in reached.items() if pair[0] < pair[1]}
-    if not scarce:
-        return []
-    fewest = sorted(scarce.items(), key=lambda item: item[1])
-    named = ", ".join(f"{name} ({t} of {inputs})" for name, (t, inputs) in fewest[:MOST_NAMED])
-    more = f" and {len(scarce) - MOST_NAMED} more" if len(scarce) > MOST_NAMED else ""
-    warning = (
-        f"{len(scarce)} of {counted(len(reached), 'map')} and experts reached by fewer tokens than "
-        f"inputs, which cannot determine them: {named}{more}"
-    )
-    if 2 * len(scarce) <= len(reached):
-        return [f"{warning}; more text helps"]
-    shares = sorted(tokens / inputs for tokens, inputs in reached.values())
-    middle = shares[len(shares) // 2]
-    times = f"at least {math.ceil(1 / middle)} times as much" if middle else "far more"
-    return [
-        f"{warning}. The text is too short for most of the model, and the result may be worse than "
-        f"the merge: give {times}, or compare the two on problems of your own"
-    ]
+    warnings = []
+    if scarce:
+        fewest = sorted(scarce.items(), key=lambda item: item[1])
+        named = ", ".join(f"{name} ({t} of {inputs})" for name, (t, inputs) in fewest[:MOST_NAMED])
+        more = f" and {len(scarce) - MOST_NAMED} more" if len(scarce) > MOST_NAMED else ""
+        warnings.append(
+            f"{len(scarce)} of {counted(len(reached), 'map')} and experts reached by fewer tokens "
+            f"than inputs, which cannot determine them: {named}{more}; more text helps"
+        )
+    shares = [tokens / inputs for tokens, inputs in reached.values() if inputs]
+    middle = statistics.median(shares) if shares else math.inf
+    if middle < ENOUGH_TOKENS:
+        factor = math.ceil(ENOUGH_TOKENS / middle) if middle else 0
+        times = f"at least {factor} times as much" if factor else "far more"
+        warnings.append(
+            "the text is short for most of the model, and the result may be worse than the merge: "
+            f"give {times}, or compare the two on problems of your own"
+        )
+    return warnings
 
 
 def _tokens_and_inputs(layers: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
