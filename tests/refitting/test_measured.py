@@ -49,7 +49,7 @@ def test_it_is_what_diagnose_measures(case: Case, tmp_path: Path) -> None:
     card = (out / "README.md").read_text().partition("## Refit")[2].partition("## Config")[0]
     row = f"| math | {figures['tokens']['math']} | {figures['mismatch_before']['math']:.1%} | "
     assert row in card.partition("rows held out from the fit, used to choose")[2]
-    on = "(rows held out from the fit, used to choose λ and the maps that change; each model on"
+    on = "(rows held out from the fit, used to choose its settings and the maps that change; each"
     assert on in shown(report, 200)
     narrow, verbose = shown(report, 30), shown(report, 40, verbose=True)
     for layer in report.layers[:2]:
