@@ -773,6 +773,7 @@ def file_of_benchmarks() -> str:
         *(f"methods-{group}" for group in GROUPS),
         "merge-gpu",
         "refit-parts",
+        "compose",
         "diagnose",
         "generate",
         "verify",
