@@ -56,7 +56,7 @@ def test_methods_that_are_explained_exist() -> None:
 
 
 def test_promises_name_tests_that_exist() -> None:
-    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "data" / "reliability-details.md").read_text(encoding="utf-8")
     _, _, section = page.partition("promise | test |")
     rows = [line for line in section.partition("\n\n")[0].splitlines() if line.startswith("| ")]
     assert len(rows) > 10
