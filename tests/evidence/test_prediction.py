@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from evidence.prediction import FITTED_SEEDS, Merge, bands, expected, merges, tested
+from evidence.prediction import FITTED_SEEDS, Merge, bands, expected, merges
+from evidence.prediction import tested as on_other_seeds
 from moemerge.diagnosis.expectation import CALIBRATION, REFIT, Expected, expected_of_calibration
 
 CELLS = Path(__file__).parents[2] / "docs" / "data" / "evidence-methods.jsonl.xz"
@@ -30,7 +31,7 @@ def test_a_prediction_is_tested_on_other_seeds() -> None:
     high = [Merge("soft", seed, 0.6, 0.8, 0.5) for seed in (0, 0, 1, 2, 3)]
     found = [*low, *high, Merge("soft", 4, 0.6, 0.4, 0.5)]
     empty = [Merge("soft", 0, kl, 0.4, 0.5) for kl in (0.2, 0.2, 0.4, 0.4)]
-    test = tested([*found, *empty], lambda one: one.harc)
+    test = on_other_seeds([*found, *empty], lambda one: one.harc)
     # Two bands are met exactly; the seed-4 merge closes 0.4 where 0.8 is expected.
     assert test.error == pytest.approx(0.4 / 3)
     assert test.inside == pytest.approx(2 / 3)
