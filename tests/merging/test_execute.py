@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import threading
 from dataclasses import replace
 
@@ -331,3 +333,32 @@ def test_the_folder_tells_what_it_is(models, tmp_path):
     first, second = zoo.tensors(out), zoo.tensors(tmp_path / "again")
     assert all(torch.equal(first[n], second[n]) for n in first)
     assert "`ties`" in (out / "README.md").read_text()
+
+
+def evict(path):
+    """Remove a file from the page cache."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="Linux evicts files from its cache")
+def test_files_that_models_share_are_read_once(models, tmp_path):
+    base, other, _ = models
+    linked = tmp_path / "linked"
+    shutil.copytree(base, linked, copy_function=os.link)
+    settings = config("ties", [base, linked, other], density=0.5)
+    weights = [path for model in (base, other) for path in model.glob("*.safetensors")]
+    size = sum(path.stat().st_size for path in weights)
+    for attempt in range(4):  # the first one reads other files, too; pages may be in use
+        for path in weights:
+            evict(path)
+        report = moemerge.merge(settings, tmp_path / "out", overwrite=attempt > 0)
+        if attempt and (report.disk_bytes_read or 0) >= size:
+            break
+    else:
+        pytest.skip("this file system does not count what is read")
+    assert report.bytes_read == size
+    assert report.disk_bytes_read < 1.4 * size  # one and a half, if the base is read twice
+    written = json.loads((tmp_path / "out" / "moemerge_report.json").read_text())
+    assert written["merge"]["bytes_read"] == {"files": size, "disk": report.disk_bytes_read}

@@ -223,6 +223,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return self._placement.total_bytes
 
     @property
+    def file_sizes(self) -> dict[tuple[int, ...], int]:
+        """Return the size of each file with weights by device and inode: hard links are one."""
+        return {state[:2]: state[2] for state in self._states.values() if state is not None}
+
+    @property
     def notices(self) -> tuple[str, ...]:
         """Return what the user should know about how the model is read."""
         return ()
@@ -285,6 +290,7 @@ class AdaptedCheckpoint(Checkpoint):
         except BaseException:
             self.close()
             raise
+        self._states[self.adapter.file.path] = _state(self.adapter.file.path)
         self._adopt_vocabulary(self._changes.infos)
         self.tensors = {**self.tensors, **self._changes.infos}
 

@@ -156,7 +156,7 @@ def merge_report(report: MergeReport, *, verbose: bool) -> RenderableType:
             f"{counted(report.output_tensors, 'tensor')}, {count(report.output_parameters)} "
             f"parameters, {format_size(report.output_bytes)}, {' and '.join(report.dtypes)}",
         ),
-        ("reads", format_size(report.bytes_read)),
+        ("reads", format_size(report.bytes_read) + _from_disk(report.disk_bytes_read)),
         ("largest step", f"{format_size(report.peak_block_bytes)} of memory"),
     ]
     if report.seconds is not None:
@@ -169,6 +169,10 @@ def merge_report(report: MergeReport, *, verbose: bool) -> RenderableType:
     else:
         rows.append(("status", "ready to run; nothing was written"))
     return Group(facts(rows), "", _inputs(report, verbose=verbose))
+
+
+def _from_disk(nbytes: int | None) -> str:
+    return "" if nbytes is None else f" of files, {format_size(nbytes)} from the disk"
 
 
 def _inputs(report: MergeReport, *, verbose: bool) -> NumberTable:

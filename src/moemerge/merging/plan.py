@@ -330,9 +330,12 @@ class MergePlan:
 
     @property
     def bytes_read(self) -> int:
+        """Return the bytes of all input files. A file that several models share counts once."""
         files = {s.path for s in self.statistics.values()}
-        weights = sum(m.checkpoint.total_bytes for m in self.models)
-        return weights + sum(path.stat().st_size for path in files)
+        weights: dict[tuple[int, ...], int] = {}
+        for model in self.models:
+            weights |= model.checkpoint.file_sizes
+        return sum(weights.values()) + sum(path.stat().st_size for path in files)
 
     @property
     def peak_block_bytes(self) -> int:

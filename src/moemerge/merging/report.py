@@ -37,7 +37,7 @@ class MergeReport:
     output_bytes: int
     output_parameters: int
     dtypes: tuple[str, ...]
-    bytes_read: int
+    bytes_read: int  # size of all input files
     peak_block_bytes: int
     seed: int
     notices: tuple[str, ...]
@@ -50,6 +50,7 @@ class MergeReport:
     remarks: dict[str, Any] = field(default_factory=dict)  # remarks of methods on single units
     requantised: dict[str, Any] = field(default_factory=dict)  # rounding error by format
     device: str | None = None  # None: planned, not run
+    disk_bytes_read: int | None = None  # what was not in the page cache; None: not counted
     seconds: float | None = None  # total, including the computation of statistics
     statistics_seconds: float | None = None
     output: str | None = None
@@ -76,6 +77,7 @@ class MergeReport:
                 "bytes": self.output_bytes,
                 "dtypes": list(self.dtypes),
             },
+            "bytes_read": {"files": self.bytes_read, "disk": self.disk_bytes_read},
             "inputs": {
                 m.name: {
                     "model": m.reference,

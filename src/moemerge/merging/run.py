@@ -56,7 +56,7 @@ from moemerge.report.files import (
     report_document,
 )
 from moemerge.runtime.devices import check_device, host_memory, resolve_device
-from moemerge.runtime.process import paused_collector
+from moemerge.runtime.process import disk_bytes_read, paused_collector
 from moemerge.runtime.progress import Progress, counted
 from moemerge.runtime.ranks import SINGLE, Ranks, alone, neighbours, own_device
 from moemerge.text.rows import check_text
@@ -80,6 +80,7 @@ class MergeJob:
     plan: MergePlan
     files: OutputFiles
     started: float  # start time by `time.perf_counter`
+    read_before: int | None  # `disk_bytes_read` at the start
     statistics: Mapping[tuple[str, StatisticsKind], Statistics] = field(default_factory=dict)
     pending_bytes: int = 0  # size of statistics that must still be computed
     statistics_seconds: float | None = None  # time to compute them
@@ -153,7 +154,7 @@ class MergeJob:
 @paused_collector()
 def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None = None) -> MergeJob:
     """Open the models, make the plan and check it. Reads headers only, never a tensor."""
-    started = time.perf_counter()
+    started, read_before = time.perf_counter(), disk_bytes_read()
     # Check the settings first: opening a model may mean a long download.
     parse_size(settings.out_shard_size)
     memory = memory_budget(settings)
@@ -206,7 +207,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
             *(_static_scales(merge, models) if requantise else ()),
         ),
     )
-    job = MergeJob(loaded, settings, models, plan, files, started)
+    job = MergeJob(loaded, settings, models, plan, files, started, read_before)
     if loaded.statistics is not None:
         data = loaded.existing(loaded.statistics.data)
         check_text(data, columns=loaded.statistics.settings.map)
@@ -300,6 +301,7 @@ def run_merge(
             remarks=outcome.remarks.to_json(),
             tasks=tasks,
             requantised=target.errors.to_json(),
+            disk_bytes_read=_disk_bytes_since(job.read_before, ranks),
             notices=(*report.notices, *outcome.notices()),
             seconds=time.perf_counter() - job.started,
         )
@@ -307,6 +309,14 @@ def run_merge(
             _commit(writer, job, report)
     report = replace(report, seconds=time.perf_counter() - job.started)
     return ranks.broadcast_object(report)
+
+
+def _disk_bytes_since(before: int | None, ranks: Ranks) -> int | None:
+    """Return what all ranks have read from the disk; None if it is not counted."""
+    now = disk_bytes_read()
+    own = None if now is None or before is None else now - before
+    known = [number for number in ranks.gather(own) if number is not None]
+    return sum(known) if len(known) == ranks.count else None
 
 
 def write_placeholder(job: MergeJob, out: Path) -> None:

@@ -81,6 +81,19 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+def disk_bytes_read() -> int | None:
+    """Return the bytes that this process has read from disks so far; None if not counted.
+
+    Bytes from the page cache are not included.
+    """
+    try:
+        with open("/proc/self/io") as lines:
+            counts = dict(line.split(": ") for line in lines)
+        return int(counts["read_bytes"])
+    except (OSError, ValueError, KeyError):  # another system, or no permission
+        return None
+
+
 def reuse_freed_memory() -> None:
     """Make glibc keep freed buffers, for the rest of the process; no effect elsewhere."""
     if not sys.platform.startswith("linux"):
