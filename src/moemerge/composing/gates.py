@@ -50,12 +50,27 @@ def tokenize_prompts(base: OpenModel, entries: Iterable[ExpertEntry]) -> list[Pr
             raise DataError(f"the prompt {text!r:.80} has no token")
         return found
 
-    return [
+    prompts = [
         PromptTokens(
             tuple(map(ids, entry.positive_prompts)), tuple(map(ids, entry.negative_prompts))
         )
         for entry in entries
     ]
+    require_known(base, [row for p in prompts for row in (*p.positive, *p.negative)])
+    return prompts
+
+
+def require_known(base: OpenModel, rows: Iterable[Tensor]) -> None:
+    """Refuse tokens without a row of the base's embedding."""
+    name = base.architecture.embedding_names().input
+    if name is None:
+        raise ArchitectureError(f"{base.label} has no input embedding")
+    largest, known = max(int(row.max()) for row in rows), base.checkpoint.tensors[name].rows
+    if largest >= known:
+        raise DataError(
+            f"{base.label}: its tokenizer returns token {largest}, its embedding has {known} rows",
+            hint="tokenizer and weights do not belong together, or the embedding must be resized",
+        )
 
 
 def embedded_rows(
@@ -66,8 +81,7 @@ def embedded_rows(
     The sums of positive and negative prompts are scaled to length 1 before they are subtracted.
     """
     name = base.architecture.embedding_names().input
-    if name is None:
-        raise ArchitectureError(f"{base.label} has no input embedding")
+    assert name is not None  # `require_known` has checked it
 
     def total(rows: Sequence[Tensor]) -> Tensor:
         ids = torch.cat(list(rows)).tolist()

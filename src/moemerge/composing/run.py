@@ -20,6 +20,7 @@ from moemerge.composing.gates import (
     embedded_rows,
     hidden_rows,
     random_rows,
+    require_known,
     similar_experts,
     tokenize_prompts,
 )
@@ -76,6 +77,7 @@ def _run_fit(job: ComposeJob, start: float, progress: Progress) -> ComposeReport
         place = folder / "composed"
         _write(job, place, _start(job), _report(job, ()), start, progress)
         model = open_model("composed", place)
+        model.checkpoint.label = str(job.out)
         fitted = fit_routers(model, domains, job.old, _stream(job, model), progress)
         report = _report(job, tuple(dict.fromkeys(notices)))
         report = replace(report, routers=fitted.rows, seconds=time.perf_counter() - start)
@@ -113,6 +115,8 @@ def _domains(job: ComposeJob) -> list[FitDomain]:
     if job.config.base_data is not None:
         base = load_domain("base", job.config.base_data, tokenizer, bounds)
         domains.append(FitDomain(base, ()))
+    read = [one.domain for one in domains]
+    require_known(job.parts.base, [row for d in read for row in (*d.rows, *d.holdout)])
     return domains
 
 

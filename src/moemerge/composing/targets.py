@@ -73,7 +73,9 @@ class MoeTarget:
 
         Defaults of the two config classes differ, so keys that the base leaves out are written.
         """
-        stored = {k: v for k, v in base.checkpoint.config.items() if k not in NOT_CARRIED}
+        # A dense config may still count the experts of a model that it was made of.
+        dropped = {*NOT_CARRIED, *(target.count for target in TARGETS)}
+        stored = {k: v for k, v in base.checkpoint.config.items() if k not in dropped}
         own = {
             "architectures": [self.class_name],
             "model_type": self.model_type,

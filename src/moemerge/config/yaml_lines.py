@@ -106,7 +106,7 @@ def read_all(text: str, where: str) -> list[Document]:
     try:
         nodes = _compose(text)
         if not nodes:
-            raise ConfigError(f"{where}: the file is empty", hint="it needs at least merge_method")
+            raise ConfigError(f"{where}: the file is empty", hint="a config is a YAML file")
         return [_Builder(node).document(where) for node in nodes]
     except yaml.YAMLError as error:
         raise _syntax_error(error, where) from None
@@ -176,7 +176,7 @@ class _Builder:
     def document(self, where: str) -> Document:
         if not isinstance(self.root, yaml.MappingNode):
             kind = "a list" if isinstance(self.root, yaml.SequenceNode) else "a single value"
-            raise ConfigError(f"{where}: expected keys and values (merge_method: ...), got {kind}")
+            raise ConfigError(f"{where}: expected keys and values (`key: value`), got {kind}")
         self.result.lines[()] = self.root.start_mark.line + 1
         self.result.data = self.build(self.root, ())
         return self.result
