@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("lm_eval")
-import nltk
 
 from moemerge.errors import DataError
 from moemerge.verification.instructions import InstructionsVerifier
@@ -49,6 +48,8 @@ def test_what_cannot_be_told_is_undecided(verifier):
 
 
 def test_without_a_splitter_of_sentences_two_checks_are_undecided(verifier):
+    import nltk
+
     try:
         nltk.data.find("tokenizers/punkt_tab")
     except LookupError:
