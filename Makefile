@@ -50,7 +50,7 @@ DIST := --dist loadfile --no-loadscope-reorder
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(DIST) -m "not slow"
 
-# Tests of many processes, or of whole trainings: minutes on two cores.
+# Tests of many processes, of whole trainings, or of every family: minutes on two cores.
 slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(DIST) -m slow
 
