@@ -25,10 +25,16 @@ from moemerge.kernels.availability import triton_works
 from moemerge.runtime.devices import multiplies_bfloat16
 
 
-def fuse(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Switch the experts and the plain RMS norms of a model to their fused forms."""
+def fuse(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, narrow: bool = False
+) -> frozenset[str]:
+    """Switch the experts and the plain RMS norms of a model to their fused forms.
+
+    Return the weights that keep their stored dtype: with `narrow`, those of experts on a CPU.
+    """
     use_fused_experts(model, device, dtype)
     use_fused_norms(model, device, dtype)
+    return use_narrow_experts(model) if narrow and device.type == "cpu" else frozenset()
 
 
 # --- experts ------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
-from moemerge.features.fused import fuse, use_narrow_experts
+from moemerge.features.fused import fuse
 from moemerge.features.input_hooks import InputHooks, find_input_hooks
 from moemerge.features.loading import NameMap, build_skeleton
 from moemerge.features.routers import Anatomy, anatomy, names_outside_layers
@@ -86,7 +86,7 @@ class ModelStream:
         if self.device.type == "cpu":
             share_one_heap()
         self.model = build_skeleton(checkpoint, settings.dtype)
-        fuse(self.model, self.device, settings.dtype)
+        kept = fuse(self.model, self.device, settings.dtype, narrow=settings.narrow_experts)
         self.anatomy: Anatomy = anatomy(self.model)
         check_tokens(self.model, batches, checkpoint.label)
         self._on_output = on_output
@@ -94,14 +94,8 @@ class ModelStream:
         whole = on_output is not None and output == "logits"
         self._runs = self.model if whole else self.model.get_submodule(self.anatomy.owner)
         self.stopwatch = stopwatch or Stopwatch(self.device)
-        narrow = settings.narrow_experts and self.device.type == "cpu"
         self.weights = Weights(
-            self.model,
-            checkpoint,
-            self.device,
-            settings.dtype,
-            self.stopwatch,
-            as_stored=use_narrow_experts(self.model) if narrow else (),
+            self.model, checkpoint, self.device, settings.dtype, self.stopwatch, kept
         )
         self._root = names_outside_layers(self.model, self.anatomy, whole=whole)
         self.memory: MemoryEstimate = self._memory(batches)

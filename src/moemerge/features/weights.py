@@ -67,7 +67,6 @@ class Weights:
         device: torch.device,
         dtype: torch.dtype,
         stopwatch: Stopwatch | None = None,
-        *,
         as_stored: Collection[str] = (),  # parameters that keep the dtype that they have on disk
     ) -> None:
         self.model = model
