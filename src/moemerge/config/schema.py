@@ -248,8 +248,8 @@ class RunConfig(Body):
 
     bodies: ClassVar[tuple[str, ...]] = ("models", "slices", "modules")
     inert: ClassVar[Mapping[str, str]] = {
-        "name": "a name for the merge belongs to files of several merges (mergekit-multi), "
-        "which are not supported: remove it"
+        "name": "a name for the merge belongs to files of several merges, but this file has one: "
+        "remove it"
     }
     blocks: ClassVar[tuple[str, ...]] = ("router", *(repair.key for repair in REPAIRS))
 

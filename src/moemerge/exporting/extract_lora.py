@@ -111,6 +111,12 @@ def extract_lora(
     begin = time.perf_counter()
     tuned, origin = open_model(str(model), model), open_model(str(base), base)
     require_same_family(origin, tuned, hint="name the model that it was trained from")
+    layers = [m.architecture.num_layers for m in (tuned, origin)]
+    if layers[0] != layers[1]:
+        raise CheckpointError(
+            f"{tuned.label} has {layers[0]} layers, but {origin.label} has {layers[1]}",
+            hint="name the model that it was trained from",
+        )
     inputs = [folder for m in (tuned, origin) for folder in m.checkpoint.folders]
     check_output(out, overwrite=overwrite, inputs=inputs)
     if isinstance(origin.checkpoint, AdaptedCheckpoint):
