@@ -191,6 +191,16 @@ def test_kronecker_keeps_more_damping_than_a_hardly_damped_system_has(damping: f
     torch.testing.assert_close(built.operator.as_matrix(), expected, rtol=1e-8, atol=1e-8)
 
 
+def test_cholesky_of_a_block_below_the_smallest_normal_number() -> None:
+    """A confident router leaves an expert a curvature that rounds to a few denormal numbers."""
+    tiny = torch.full((3, 3), 1.4e-45) + torch.diag(torch.tensor([2.8e-45, 1.1e-44, 1.4e-45]))
+    blocks = torch.stack([2.0 * torch.eye(3), tiny, torch.zeros(3, 3)])
+    factors, jitter = cholesky(blocks)
+    expected = torch.stack([0.5 * torch.eye(3), torch.eye(3), torch.eye(3)])
+    torch.testing.assert_close(torch.cholesky_inverse(factors), expected)
+    assert jitter == 0.0
+
+
 def test_cholesky_reports_the_jitter_it_needed() -> None:
     good = torch.eye(3).expand(2, 3, 3).clone()
     assert cholesky(good)[1] == 0.0

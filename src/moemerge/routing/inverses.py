@@ -94,12 +94,17 @@ def block_inverse(operator: RouterCurvature) -> tuple[BlockInverse, float]:
 def cholesky(matrices: Tensor) -> tuple[Tensor, float]:
     """Return batched Cholesky factors, and the relative jitter that was needed (0 if none).
 
-    A matrix that is zero altogether (an expert no token ever leans to) becomes the identity: it
-    then changes nothing, as its residual is zero too.
+    A matrix that is zero altogether, or too small to be factored (an expert no token ever leans
+    to), becomes the identity: it then changes nothing, as its residual is as small.
     """
     diagonal = matrices.diagonal(dim1=-2, dim2=-1)
+    limits = torch.finfo(matrices.dtype)
+    vanishing = diagonal.mean(dim=-1) <= limits.tiny / limits.eps
+    matrices[vanishing] = torch.eye(
+        matrices.shape[-1], dtype=matrices.dtype, device=matrices.device
+    )
     mean = diagonal.mean(dim=-1, keepdim=True)
-    diagonal += torch.where(diagonal > 0, 0.0, torch.where(mean > 0, mean, torch.ones_like(mean)))
+    diagonal += torch.where(diagonal > 0, 0.0, mean)
     jitter, step = 0.0, FIRST_JITTER
     factors, info = torch.linalg.cholesky_ex(matrices)
     while bool((info != 0).any()) and step < 1.0:
