@@ -167,7 +167,7 @@ def off(one: Path, other: Path, merged: Path) -> float:
     return max(map(float, shares))
 
 
-UNLIKE = ("seconds", "statistics_seconds", "created", "command", "output")
+UNLIKE = ("seconds", "statistics_seconds", "created", "command", "output", "disk")
 
 
 def assert_alike(one: Any, other: Any, where: str = "") -> None:
