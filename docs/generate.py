@@ -320,6 +320,36 @@ def pruned_repairs() -> str:
     return markdown((f"kept of {record['experts']}", *titles), rows)
 
 
+PRUNED = {
+    "pruned by `reap`": ("reap", "none"),
+    "by `similarity`": ("similarity", "none"),
+    "calibrate": ("reap", "calibrate"),
+    "refit": ("reap", "refit"),
+    "refit, with rows of the other domain": ("reap", "refit, general"),
+    "fine-tuned, 3e-4": ("reap", "tune 0.0003"),
+    "fine-tuned, 1e-3": ("reap", "tune 0.001"),
+}
+
+
+def pruned_compared() -> str:
+    """Return what repairs of pruned specialists solve, of their own and of the other domain."""
+    record = recorded("prune")
+    measured = {
+        (row["domain"], row["kept"], row["score"], row["repair"]): row
+        for row in record["measured"]
+        if row["draw"] == 0
+    }
+
+    def cell(*key: object) -> str:
+        row = measured.get(key, {})
+        shares = (row.get(what) for what in ("solved", "elsewhere"))
+        return ", ".join(f"{100 * n / record['problems']:.1f}" for n in shares if n is not None)
+
+    columns = [(domain, kept) for domain in ("math", "code") for kept in (16, 12)]
+    rows = [(title, *(cell(*at, *kind) for at in columns)) for title, kind in PRUNED.items()]
+    return markdown(("", *(f"{domain}, {kept} of 24" for domain, kept in columns)), rows)
+
+
 def percent(share: float) -> str:
     return f"{share:.0f} %".replace("-", "−")
 
@@ -799,6 +829,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "choices": choices,
     "method-times": method_times,
     "prune": pruned_repairs,
+    "prune-compared": pruned_compared,
     "distill-testbed": distilled_testbed,
     "scale": lambda: markdown(scale.HEADINGS, list(scale.estimates())),
     "scale-checks": lambda: markdown(scale.CHECK_HEADINGS, list(scale.checks()), left=2),
