@@ -186,13 +186,9 @@ UNSEEN_REPAIRS = {
     "harc": "HARC",
     "refit": "refit",
     "refit-base": "refit with the base",
-    "refit+refit": "refit twice",
-    "distill": "distill",
     "distill-base": "distill with the base",
-    "refit+distill": "refit, then distill",
     "refit+distill-base": "refit, then distill with the base",
     "polish": "gradient refit, prototype",
-    "polishF": "the same, errors weighted by curvature",
     "gradient": "gradient refit",
     "gradient+distill-base": "gradient refit, then distill with the base",
 }
@@ -323,7 +319,6 @@ def pruned_repairs() -> str:
 PRUNED = {
     "pruned by `reap`": ("reap", "none"),
     "by `similarity`": ("similarity", "none"),
-    "calibrate": ("reap", "calibrate"),
     "refit": ("reap", "refit"),
     "refit, with rows of the other domain": ("reap", "refit, general"),
     "fine-tuned, 3e-4": ("reap", "tune 0.0003"),
@@ -351,7 +346,7 @@ def pruned_compared() -> str:
 
 
 def percent(share: float) -> str:
-    return f"{share:.0f} %".replace("-", "−")
+    return f"{round(share)} %".replace("-", "−")
 
 
 # --- synthetic specialists ------------------------------------------------------------------------
