@@ -8,8 +8,9 @@ DEMO_STAMP := $(VENV)/.installed-demo
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # Without bytecode, every process that a test starts would compile torch again.
 export PYTHONDONTWRITEBYTECODE :=
-# Two workers: the suite is sized for two cores, and torch runs one thread in each.
-JOBS ?= 2
+# The suite is sized for two cores, and torch runs one thread in each worker. A third worker uses
+# the time in which the others wait for disks and processes.
+JOBS ?= 3
 
 .PHONY: demo test lint typecheck imports rooms unit slow docs fuzz fuzz-parsers faults coverage versions clean
 
