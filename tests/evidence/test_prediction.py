@@ -37,7 +37,9 @@ def test_a_prediction_is_tested_on_other_seeds() -> None:
     assert test.inside == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize(("kl", "band"), [(0.0, 0.15), (0.15, 0.3), (0.49, 0.5), (7.0, math.inf)])
+@pytest.mark.parametrize(
+    ("kl", "band"), [(0.0, 0.15), (0.15, 0.3), (0.49, 0.5), (math.inf, math.inf)]
+)
 def test_a_band_has_its_lower_edge(kl: float, band: float) -> None:
     assert expected_of_calibration(kl) is CALIBRATION[band]
 

@@ -111,8 +111,9 @@ def _expected(own: Overall) -> str:
     kl = own.mean("kl")
     expected = expected_of_calibration(kl)
     text = (
-        f"In measured merges with such a routing KL ({plain(kl)}), calibration closed {expected} "
-        f"of the gap to the sources, refit {REFIT}."
+        f"In merges of synthetic specialists with such a routing KL ({plain(kl)}), calibration "
+        f"closed {expected} of the gap to the sources and refit {REFIT}; on natural text both "
+        "closed less."
     )
     return text if expected.low > 0 else f"{text} Prefer moemerge refit --solver gradient."
 

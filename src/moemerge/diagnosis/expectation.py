@@ -13,7 +13,7 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Expected:
-    """The mean over measured merges, and the range that holds for four of five of them."""
+    """The mean over merges of synthetic specialists, and the range of four fifths of them."""
 
     share: float
     low: float
@@ -30,9 +30,10 @@ CALIBRATION: Final = {
     0.5: Expected(0.26, -0.06, 0.63),
     math.inf: Expected(0.55, 0.39, 0.78),
 }
-REFIT: Final = Expected(0.77, 0.60, 0.90)  # in closed form, synthetic specialists
+REFIT: Final = Expected(0.77, 0.60, 0.90)  # in closed form
 
 
 def expected_of_calibration(kl: float) -> Expected:
-    """Return what `calibrate` closed in merges with such a routing KL."""
-    return next(expected for below, expected in CALIBRATION.items() if kl < below)
+    """Return what `calibrate` closed in merges with such a routing KL, which may be infinite."""
+    bands = (expected for below, expected in CALIBRATION.items() if kl < below)
+    return next(bands, CALIBRATION[math.inf])
