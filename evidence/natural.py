@@ -210,11 +210,15 @@ def scaled(regime: Regime, factor: float) -> Regime:
     return replace(regime, steps=max(1, round(regime.steps * factor)))
 
 
-def new_model(size: Size, vocabulary: int, device: str) -> Any:
-    from transformers import OlmoeConfig, OlmoeForCausalLM
+def new_model(size: Size, architecture: str, vocabulary: int, device: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {name: value for name, value in asdict(size).items() if name != "base_steps"}
-    config = OlmoeConfig(
+    if architecture == "qwen3_moe":
+        shape["moe_intermediate_size"] = size.intermediate_size
+        shape["head_dim"] = size.hidden_size // size.num_attention_heads
+    config = AutoConfig.for_model(
+        architecture,
         vocab_size=vocabulary,
         max_position_embeddings=2048,
         num_key_value_heads=size.num_attention_heads,
@@ -224,8 +228,7 @@ def new_model(size: Size, vocabulary: int, device: str) -> Any:
         **shape,
     )
     config._experts_implementation = "grouped_mm" if device == "cuda" else "eager"
-    make: Callable[[Any], Any] = OlmoeForCausalLM
-    model = make(config).to(device, torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_config(config).to(device, torch.bfloat16)
     if device == "cuda":
         for layer in model.model.layers:
             layer.compile()
@@ -281,11 +284,12 @@ def make_set(corpus_folder: Path, out: Path, options: argparse.Namespace) -> Non
         write_rows(out / "text" / f"{domain}.jsonl", chosen, tokenizer)
 
     device, size = options.device, SIZES[options.size]
-    model = new_model(size, tokenizer.get_vocab_size(), device)
+    model = new_model(size, options.architecture, tokenizer.get_vocab_size(), device)
     parameters = sum(p.numel() for p in model.parameters())
     regimes = {name: scaled(REGIMES[name], options.steps_scale) for name in options.regime}
     record: dict[str, Any] = {
         "seed": options.seed,
+        "architecture": options.architecture,
         "parameters": parameters,
         "size": asdict(size),
         "regimes": {name: asdict(regime) for name, regime in regimes.items()},
@@ -327,6 +331,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("corpus", type=Path, metavar="CORPUS")
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--size", default="large", choices=SIZES)
+    parser.add_argument("--architecture", default="olmoe", choices=("olmoe", "qwen3_moe"))
     parser.add_argument("--regime", action="append", choices=REGIMES, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps-scale", type=float, default=1.0, help="factor on all steps")

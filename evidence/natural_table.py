@@ -2,9 +2,13 @@
 
 `python -m evidence natural-table SET REGIME OUT MODEL...` A MODEL is a merge method followed by
 repairs, such as `linear+refit+distill`; `gradient` is refit by gradient steps. A repair that ends
-in `-base` has the base as a source too, on general text. OUT has one line for each model: the loss
-and the top-1 accuracy of every domain, as sums over the rows of each test package.
-`linear+diagnose` is not a model: its line has what `diagnose --swaps` says about the merge.
+in `-base` has the base as a source too, on general text. Settings of a repair follow it, as in
+`linear+distill:steps=30:learning_rate=0.001`. `python@0.75` is a specialist with three quarters of
+its experts; its repairs have the specialist as their source, and with `-base` on general text too.
+
+OUT has one line for each model: the loss and the top-1 accuracy of every domain, as sums over the
+rows of each test package. `linear+diagnose` is not a model: its line has what `diagnose --swaps`
+says about the merge.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ CALIBRATIONS: Mapping[str, Mapping[str, Any]] = {
     "exact": {"objective": "exact", "targets": "source-features"},
 }
 DIAGNOSE = "diagnose"
+DISTILLED = ("learning_rate", "tried_rates", "kept_step", "held_out")  # recorded of its report
 BATCH = 64  # test rows of a forward pass
 
 Sums = dict[str, tuple[float, int, int]]  # by package: summed loss, tokens, tokens predicted right
@@ -61,12 +66,20 @@ class SetOfModels:
         out = self.work / name
         if not out.exists():
             began = time.monotonic()
+            record: dict[str, Any] = {}
             start, _, repair = name.rpartition("+")
+            specialist, _, keep = name.partition("@")
             if start:
-                self._repair(self.path(start), repair, out)
+                record = self._repair(start, repair, out)
+            elif keep:
+                data = {specialist: self.text(specialist)}
+                moemerge.prune(
+                    self.path(specialist), out, data=data, keep=float(keep), device=self.device
+                )
             else:
                 moemerge.merge(self._merge_config(name), out, device=self.device)
-            (out.parent / f"{name}.seconds").write_text(f"{time.monotonic() - began:.1f}")
+            record = {"seconds": round(time.monotonic() - began, 1), **record}
+            (out.parent / f"{name}.json").write_text(json.dumps(record))
         return out
 
     def _merge_config(self, method: str) -> dict[str, Any]:
@@ -78,27 +91,37 @@ class SetOfModels:
             config["base_model"] = str(self.path(BASE))
         return config
 
-    def _repair(self, start: Path, repair: str, out: Path) -> None:
+    def _repair(self, start: str, repair: str, out: Path) -> dict[str, Any]:
+        """Repair a model; return what is recorded of a distillation."""
+        repair, *options = repair.split(":")
+        settings = {key: json.loads(value) for key, value in (o.split("=") for o in options)}
         kind, _, with_base = repair.partition("-")
         if with_base not in ("", BASE):
             raise moemerge.MoeMergeError(f"unknown repair {repair!r}")
-        common = self._sources()
-        sources, data = common["sources"], common["data"]
+        specialist, _, pruned = start.partition("+")[0].partition("@")
+        common = self._sources([specialist] if pruned else SPECIALISTS)
         if with_base:
-            sources[BASE] = self.path(BASE)
-            data[BASE] = self.folder / "text" / "general.jsonl"
+            common["sources"][BASE] = self.path(specialist if pruned else BASE)
+            common["data"][BASE] = self.text("general")
+        model = self.path(start)
         if kind in CALIBRATIONS:
-            moemerge.calibrate(start, out, **common, **CALIBRATIONS[kind])
+            moemerge.calibrate(model, out, **common, **CALIBRATIONS[kind], **settings)
         elif kind == "refit":
-            moemerge.refit(start, out, **common)
+            moemerge.refit(model, out, **common, **settings)
         elif kind == "gradient":
-            moemerge.refit(start, out, **common, solver="gradient")
+            moemerge.refit(model, out, **common, solver="gradient", **settings)
         else:
-            moemerge.distill(start, out, **common)
+            report = moemerge.distill(model, out, **common, **settings).to_json()
+            return {"distilled": {key: report[key] for key in DISTILLED}}
+        return {}
 
-    def _sources(self) -> dict[str, Any]:
-        sources = {domain: self.path(domain) for domain in SPECIALISTS}
-        data = {domain: self.folder / "text" / f"{domain}.jsonl" for domain in SPECIALISTS}
+    def text(self, domain: str) -> Path:
+        """Return a domain's calibration text."""
+        return self.folder / "text" / f"{domain}.jsonl"
+
+    def _sources(self, domains: Sequence[str] = SPECIALISTS) -> dict[str, Any]:
+        sources = {domain: self.path(domain) for domain in domains}
+        data = {domain: self.text(domain) for domain in domains}
         return {"sources": sources, "data": data, "device": self.device}
 
     def diagnosis(self, merge: str) -> dict[str, Any]:
@@ -181,8 +204,8 @@ def measure_models(
         kwargs = {"experts_implementation": "grouped_mm"} if models.device == "cuda" else {}
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **kwargs)
         model = model.to(models.device).eval()
-        seconds = path.parent / f"{name}.seconds"
-        line["seconds"] = float(seconds.read_text()) if seconds.exists() else None
+        record = path.parent / f"{name}.json"
+        line |= json.loads(record.read_text()) if record.exists() else {"seconds": None}
         line["domains"] = {domain: package_sums(model, rows[domain]) for domain in DOMAINS}
         del model
         gc.collect()
