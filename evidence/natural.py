@@ -228,7 +228,8 @@ def new_model(size: Size, architecture: str, vocabulary: int, device: str) -> An
         **shape,
     )
     config._experts_implementation = "grouped_mm" if device == "cuda" else "eager"
-    model: Any = AutoModelForCausalLM.from_config(config).to(device, torch.bfloat16)
+    make: Callable[[Any], Any] = AutoModelForCausalLM.from_config
+    model = make(config).to(device, torch.bfloat16)
     if device == "cuda":
         for layer in model.model.layers:
             layer.compile()
