@@ -22,7 +22,7 @@ from moemerge.merging.chunked import ChunkMerger, FiniteCheck
 from moemerge.merging.coefficients import neuron_shares
 from moemerge.merging.kept import ModelKeeper
 from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo, UnitStatistics
-from moemerge.merging.methods._runs import Deltas, Run
+from moemerge.merging.methods._sparsify import Deltas, Run
 from moemerge.merging.methods._task_vectors import flat_difference
 from moemerge.merging.plan import (
     LargeUnit,
@@ -246,7 +246,7 @@ class _Runner:
         inputs, base = self._run_inputs(merge, merge.inputs)
         start = block.rows[0] * math.prod(block.shape[1:])
         number = large.runs.index(block.rows)
-        result = in_runs.merge(inputs, base, merge.options, large.surveys, number, start)
+        result = in_runs.run(inputs, base, merge.options, large.surveys, number, start)
         return result.to("cpu", self.dtypes[block.tensor])
 
     def _deltas(self, large: LargeUnit, position: int) -> Deltas:

@@ -41,6 +41,8 @@ from moemerge.runtime.devices import is_out_of_memory
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moemerge.merging.methods._sparsify import Sparsified
+
 
 @dataclass(frozen=True)
 class NoParams:
@@ -128,19 +130,6 @@ WeightsFunction = Callable[[Sequence[Any], Any, UnitInfo], Sequence[float]]
 
 
 @dataclass(frozen=True)
-class InRuns:
-    """How a method merges a unit that is too large for memory, with the same result.
-
-    `survey` (task vector in runs, parameters, options, position, unit) finds what a model's change
-    of each run depends on. `merge` (inputs, base, options, surveys, number and first element of the
-    run) merges some rows.
-    """
-
-    survey: Callable[..., Any]
-    merge: Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
 class MergeMethod:
     """A registered method: its function and its declaration."""
 
@@ -150,7 +139,7 @@ class MergeMethod:
     options: type
     elementwise: bool  # may run on stacks and on slices of a tensor
     weights: WeightsFunction | None = None  # w_i; if elementwise, the method is Σ w_i θ_i
-    in_runs: InRuns | None = None
+    in_runs: Sparsified | None = None  # for units that are too large for memory
 
     @property
     def name(self) -> str:
@@ -232,6 +221,8 @@ def merge_method(
     elementwise: bool = False,
     statistics: StatisticsKind | None = None,
     weights: WeightsFunction | None = None,
+    in_runs: Sparsified | None = None,
+    time: MethodTime = "passes",
 ) -> Callable[[MergeFunction], MergeFunction]:
     """Register a merge method under the `name` that configs use.
 
@@ -239,6 +230,8 @@ def merge_method(
     With `statistics`, each input carries its model's statistics of the unit if there are any.
     `weights` returns each model's weight and refuses invalid ones. An `elementwise` method with
     `weights` must be that weighted sum, because the sum is then computed without calling it.
+    `in_runs` merges units that are too large for memory, with the same result.
+    `time` is what dominates the method's run time; `moemerge ls methods` lists it.
     """
 
     if elementwise and statistics is not None:
@@ -262,44 +255,13 @@ def merge_method(
                 *parameter_specs(options, per_model=False),
             ),
             statistics=statistics,
-            time=getattr(function, _TIME, "passes"),
+            time=time,
         )
-        in_runs = getattr(function, _IN_RUNS, None)
         method = MergeMethod(schema, function, per_model, options, elementwise, weights, in_runs)
         METHODS.add(name, method)
         return function
 
     return register
-
-
-_TIME = "moemerge_time"
-_IN_RUNS = "moemerge_in_runs"
-
-
-def merges_in_runs(in_runs: InRuns) -> Callable[[MergeFunction], MergeFunction]:
-    """Declare how a method merges units that are too large for memory.
-
-    The decorator goes below `merge_method`.
-    """
-
-    def mark(function: MergeFunction) -> MergeFunction:
-        setattr(function, _IN_RUNS, in_runs)
-        return function
-
-    return mark
-
-
-def takes(time: MethodTime) -> Callable[[MergeFunction], MergeFunction]:
-    """Declare what dominates a method's run time, if not passes over the weights.
-
-    The decorator goes below `merge_method`. `moemerge ls methods` lists it.
-    """
-
-    def mark(function: MergeFunction) -> MergeFunction:
-        setattr(function, _TIME, time)
-        return function
-
-    return mark
 
 
 def yaml_key(f: Any) -> str:

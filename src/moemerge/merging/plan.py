@@ -198,7 +198,8 @@ def _splits(merge: UnitMerge) -> bool:
 
 def _is_large(merge: UnitMerge) -> bool:
     """Return whether a method with `in_runs` merges the unit in runs."""
-    if merge.method.in_runs is None or math.prod(merge.unit.shape) <= RUN_ELEMENTS:
+    shape = merge.unit.shape
+    if merge.method.in_runs is None or len(shape) < 2 or math.prod(shape) <= RUN_ELEMENTS:
         return False
     if merge.wraps or merge.whole or merge.prepare is not None or merge.base is None:
         return False

@@ -72,11 +72,6 @@ def magnitude(chunk: Tensor) -> float:
     return float(chunk.abs().sum())
 
 
-def total_magnitude(values: Tensor) -> float:
-    """Return Σ|v| of a flat tensor; chunks are added in float64."""
-    return sum(magnitude(values[at]) for at in chunks(values))
-
-
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return Σ w_i x_i in the tensors' shape, as a new contiguous tensor."""
     flats = [flat(t) for t in tensors]

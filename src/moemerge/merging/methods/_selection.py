@@ -65,16 +65,6 @@ def keep_cut_(values: Tensor, cut: Cut) -> None:
         _shrink_(values, _next_below(cut.magnitude, values.dtype))
 
 
-def drop_largest_(values: Tensor, k: int) -> None:
-    """Zero exactly `k` elements of largest magnitude of a flat tensor, in place."""
-    if k <= 0:
-        return
-    if k >= values.numel():
-        values.zero_()
-        return
-    drop_cut_(values, magnitude_cut(values, k))
-
-
 def drop_cut_(values: Tensor, cut: Cut) -> None:
     """Zero what is above the cut, and the ties that belong to it."""
     values[_first_ties(values, cut.magnitude, cut.kept)] = 0.0

@@ -1,5 +1,10 @@
 """Sparsify a task vector in place and rescale it, and the random masks to do so.
 
+A vector that is too large for memory comes in runs of rows. What depends on the whole vector, a
+magnitude to cut at or its L1 norm, is found first by passes over its runs. On a CPU the results are
+those of the whole vector, bit by bit: a run holds whole chunks, so that sums are added in the same
+order. On a GPU, L1 norms differ by rounding.
+
 A random mask depends on a seed and the element's index alone. It hashes the index instead of using
 a generator with state, so order, chunks, threads and device do not change a bit. One 32-bit word
 serves two neighbouring elements with 16 bits each. Probabilities are exact to 2^-15, far below the
@@ -8,95 +13,234 @@ sampling noise of a tensor.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from moemerge.merging.methods._arithmetic import (
-    bits,
-    chunk_size,
-    chunks,
-    magnitude,
-    total_magnitude,
-)
+from moemerge.merging.method import ModelTensor, UnitInfo
+from moemerge.merging.methods._arithmetic import bits, chunk_size, chunks, magnitude
 from moemerge.merging.methods._selection import (
+    Cut,
     ascending_order,
-    drop_largest_,
-    keep_largest_,
+    drop_cut_,
+    keep_cut_,
     kept_count,
+    magnitude_cut,
 )
-from moemerge.merging.methods._task_vectors import TaskVector
+from moemerge.merging.methods._task_vectors import TaskVector, task_vector
 from moemerge.runtime.lazy import np, torch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-
-def trim_(vector: TaskVector, density: float, *, rescale: bool) -> None:
-    """Keep the largest magnitudes (TIES)."""
-    before = total_magnitude(vector.values) if rescale else 0.0
-    keep_largest_(vector.values, kept_count(density, vector.values.numel()))
-    _rescale(vector, before, rescale=rescale)
+_DIGIT_BITS = 16  # bits of a magnitude that one pass over the runs finds
 
 
-def trim_both_ends_(vector: TaskVector, density: float, gamma: float, *, rescale: bool) -> None:
+@dataclass(frozen=True)
+class Run:
+    """Some rows of a task vector, flat."""
+
+    number: int
+    start: int  # index of the first element
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Deltas:
+    """One model's task vector, run by run, as often as it is needed."""
+
+    shape: tuple[int, ...]  # of the whole unit
+    dtype: torch.dtype
+    runs: Callable[[], Iterator[Run]]
+    whole: Tensor | None = None  # the values, if the only run is the whole vector
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Deltas:
+        """Return a contiguous task vector as a single run."""
+        values = tensor.view(-1)
+        return cls(tensor.shape, tensor.dtype, lambda: iter([Run(0, 0, values)]), values)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+Change = Callable[[Run], None]  # zeroes elements in place
+
+
+@dataclass(frozen=True)
+class Thinning:
+    """How one model's task vector is sparsified, and the scale of what is left."""
+
+    change_: Change
+    scale: float = 1.0
+    restores_norm: bool = False  # the scale is the one that restores the L1 norm
+
+    def apply_(self, runs: Iterable[Run]) -> float:
+        """Sparsify all runs in place and return the scale."""
+        before = after = 0.0
+        for run in runs:
+            if not self.restores_norm:
+                self.change_(run)
+                continue
+            for at in chunks(run.values):  # added chunk by chunk, as in a single run
+                before += magnitude(run.values[at])
+            self.change_(run)
+            for at in chunks(run.values):
+                after += magnitude(run.values[at])
+        return before / after if after > 0 else self.scale
+
+
+@dataclass(frozen=True)
+class Sparsified:
+    """A merge of sparsified task vectors, whole or in runs.
+
+    `thin` (task vector, parameters, options, model's position, unit) decides what is dropped.
+    `add` (inputs, base, sparsified vectors, options) merges the rest.
+    """
+
+    thin: Callable[[Deltas, Any, Any, int, UnitInfo], Thinning]
+    add: Callable[[Sequence[ModelTensor], Tensor, Sequence[TaskVector], Any], Tensor]
+
+    def whole(
+        self, inputs: Sequence[ModelTensor], base: Tensor, options: object, unit: UnitInfo
+    ) -> Tensor:
+        """Merge a unit whose task vectors fit into memory."""
+        vectors = [task_vector(i, base) for i in inputs]
+        for position, (vector, model) in enumerate(zip(vectors, inputs, strict=True)):
+            deltas = Deltas.of(vector.values.view_as(base))
+            thinning = self.thin(deltas, model.params, options, position, unit)
+            vector.scale = thinning.apply_(deltas.runs())
+        return self.add(inputs, base, vectors, options)
+
+    def survey(
+        self, deltas: Deltas, params: object, options: object, position: int, unit: UnitInfo
+    ) -> Thinning:
+        """Return how the runs of one model's task vector are sparsified, and their scale."""
+        thinning = self.thin(deltas, params, options, position, unit)
+        if thinning.restores_norm:
+            thinning = replace(thinning, scale=thinning.apply_(deltas.runs()), restores_norm=False)
+        return thinning
+
+    def run(
+        self,
+        inputs: Sequence[ModelTensor],
+        base: Tensor,
+        options: object,
+        surveys: Sequence[Thinning],
+        number: int,
+        start: int,
+    ) -> Tensor:
+        """Merge a run of rows whose first element has the index `start`."""
+        vectors = [task_vector(i, base) for i in inputs]
+        for vector, thinning in zip(vectors, surveys, strict=True):
+            vector.scale = thinning.apply_([Run(number, start, vector.values)])
+        return self.add(inputs, base, vectors, options)
+
+
+def trimming(deltas: Deltas, density: float, gamma: float, *, rescale: bool) -> Thinning:
     """Drop the fraction `gamma` of largest magnitudes, then keep the largest of the rest.
 
     If density + gamma exceeds one, fewer of the largest are dropped: density has precedence.
     """
-    n = vector.values.numel()
-    kept = kept_count(density, n)
-    outliers = min(int(gamma * n), n - kept)
-    before = total_magnitude(vector.values) if rescale else 0.0
-    # Drop the outliers last, so that both cuts rank the same values.
-    keep_largest_(vector.values, kept + outliers)
-    drop_largest_(vector.values, outliers)
-    _rescale(vector, before, rescale=rescale)
+    kept = kept_count(density, deltas.numel)
+    outliers = min(int(gamma * deltas.numel), deltas.numel - kept)
+    low = _cuts(deltas, kept + outliers) if 0 < kept + outliers < deltas.numel else None
+    high = _cuts(deltas, outliers) if outliers else None
+
+    def change_(run: Run) -> None:
+        if kept + outliers == 0 or outliers == deltas.numel:
+            run.values.zero_()
+            return
+        # Drop the outliers last, so that both cuts rank the same values.
+        if low is not None:
+            keep_cut_(run.values, low[run.number])
+        if high is not None:
+            drop_cut_(run.values, high[run.number])
+
+    return Thinning(change_, restores_norm=rescale)
 
 
-def drop_randomly_(vector: TaskVector, density: float, seed: int, *, rescale: str | None) -> None:
+def dropping(deltas: Deltas, density: float, seed: int, *, rescale: str | None) -> Thinning:
     """Keep each element with probability `density` (DARE).
 
     `rescale`: "l1" restores the L1 norm, "probability" divides by the density.
     """
-    values = vector.values
-    if density >= 1 or values.numel() == 0:
-        return
-    stream = Stream(seed, min(values.numel(), chunk_size(values.device)), values.device)
+    if density >= 1:
+        return Thinning(lambda run: None)
     threshold = keep_threshold(density)
-    before = after = 0.0
-    for at in chunks(values):  # sum the magnitudes while the chunk is in cache
-        chunk = values[at]
-        before += magnitude(chunk) if rescale == "l1" else 0.0
-        stream.thin_(chunk, at.start, threshold)
-        after += magnitude(chunk) if rescale == "l1" else 0.0
-    if after > 0:
-        vector.scale *= before / after
+
+    def change_(run: Run) -> None:
+        values = run.values
+        stream = Stream(seed, min(values.numel(), chunk_size(values.device)), values.device)
+        for at in chunks(values):
+            stream.thin_(values[at], run.start + at.start, threshold)
+
     if rescale == "probability" and density > 0:
-        vector.scale /= density
+        return Thinning(change_, 1 / density)
+    return Thinning(change_, restores_norm=rescale == "l1")
 
 
-def drop_by_rank_(
-    vector: TaskVector,
-    rows: int,
-    density: float,
-    epsilon: float,
-    seed: int,
-    *,
-    rescale: str | None,
-) -> None:
+def ranked_dropping(
+    deltas: Deltas, density: float, epsilon: float, seed: int, *, rescale: str | None
+) -> Thinning:
     """Keep each element with a probability that grows with its magnitude's rank in its row (DELLA).
 
     It rises from density - epsilon for the smallest to density + epsilon for the largest.
     `rescale`: "l1" restores the L1 norm, "probability" divides each element by its probability.
     """
-    values = vector.values
-    if density >= 1 or values.numel() == 0:
-        return
-    before = total_magnitude(values) if rescale == "l1" else 0.0
-    matrix = values.view(rows, -1)
-    inverse = rescale == "probability"
-    RankedMask(matrix.shape[1], density, epsilon, seed, inverse=inverse).apply_(matrix, 0)
-    _rescale(vector, before, rescale=rescale == "l1")
+    if density >= 1 or deltas.numel == 0:
+        return Thinning(lambda run: None)
+    columns = deltas.numel // (deltas.shape[0] if len(deltas.shape) > 1 else 1)
+    mask = RankedMask(columns, density, epsilon, seed, inverse=rescale == "probability")
+
+    def change_(run: Run) -> None:
+        mask.apply_(run.values.view(-1, columns), run.start // columns)
+
+    return Thinning(change_, restores_norm=rescale == "l1")
+
+
+def _cuts(deltas: Deltas, k: int) -> list[Cut]:
+    """Return the cut below the `k` largest magnitudes of all runs, for each run; k > 0.
+
+    The bits of non-negative floats have the order of the floats. Each pass finds some of the cut's
+    bits, the highest first, by counting.
+    """
+    if deltas.whole is not None:
+        return [magnitude_cut(deltas.whole, k)]
+    cut, left = 0, 8 * deltas.dtype.itemsize - 1
+    while True:
+        width = min(left, _DIGIT_BITS)
+        left -= width
+        counts = torch.stack([_count(run.values, cut, left, width) for run in deltas.runs()])
+        from_top = counts.sum(0).flip(0).cumsum(0)
+        place = int(torch.searchsorted(from_top, k))
+        k -= int(from_top[place - 1]) if place else 0
+        digit = 2**width - 1 - place
+        cut = cut << width | digit
+        if left == 0:
+            break
+    size = float(bits(torch.empty(1, dtype=deltas.dtype)).fill_(cut).view(deltas.dtype))
+    cuts = []
+    for ties in counts[:, digit].tolist():  # lower indices are kept first
+        here = min(ties, k)
+        k -= here
+        cuts.append(Cut(size, here, ties - here))
+    return cuts
+
+
+def _count(values: Tensor, cut: int, left: int, width: int) -> Tensor:
+    """Count each value of the next `width` bits of the elements whose first bits are `cut`."""
+    is_first = left + width == 8 * values.dtype.itemsize - 1
+    counts = torch.zeros(2**width, dtype=torch.int64, device=values.device)
+    for at in chunks(values):
+        code = bits(values[at].abs()) >> left
+        if not is_first:
+            code = code[code >> width == cut] & (2**width - 1)
+        counts += torch.bincount(code, minlength=2**width)
+    return counts.cpu()
 
 
 def _keep_probabilities(n: int, density: float, epsilon: float) -> list[float]:
@@ -134,13 +278,6 @@ class RankedMask:
             ranked = gains.repeat(len(chunk), 1)  # a copy, also of one row
             bits(ranked).bitwise_and_(keep.to(bits(ranked).dtype))
             chunk.mul_(torch.empty_like(chunk).scatter_(1, ascending_order(chunk), ranked))
-
-
-def _rescale(vector: TaskVector, before: float, *, rescale: bool) -> None:
-    """Adjust the scale to restore the L1 norm `before`."""
-    after = total_magnitude(vector.values) if rescale else 0.0
-    if after > 0:
-        vector.scale *= before / after
 
 
 _WORDS = 1 << 32

@@ -7,19 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import (
-    InRuns,
-    ModelTensor,
-    NoParams,
-    UnitInfo,
-    merge_method,
-    merges_in_runs,
-    param,
-)
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import chunks, flat, gram, scratch
-from moemerge.merging.methods._runs import Deltas, Run, Thinning, trimming
 from moemerge.merging.methods._selection import keep_largest_, kept_count, ordered_at
-from moemerge.merging.methods._sparsify import trim_
+from moemerge.merging.methods._sparsify import Deltas, Sparsified, Thinning, trimming
 from moemerge.merging.methods._task_vectors import (
     TaskVector,
     Thinned,
@@ -82,42 +73,10 @@ def consensus_ta(
     return _where_agreed(base, total, deltas, [i.params.threshold for i in inputs], options)
 
 
-def _survey(
+def _trim(
     deltas: Deltas, params: ConsensusTiesParams, options: object, position: int, unit: UnitInfo
 ) -> Thinning:
     return trimming(deltas, params.density, 0.0, rescale=False)
-
-
-def _run(
-    inputs: Sequence[ModelTensor],
-    base: Tensor,
-    options: ConsensusOptions,
-    thinnings: Sequence[Thinning],
-    number: int,
-    start: int,
-) -> Tensor:
-    vectors = [task_vector(i, base) for i in inputs]
-    for vector, thinning in zip(vectors, thinnings, strict=True):
-        thinning.change_(Run(number, start, vector.values))
-    return _elected_where_agreed(inputs, base, vectors, options)
-
-
-@merge_method(
-    "consensus_ties",
-    base=BasePolicy.REQUIRED,
-    per_model=ConsensusTiesParams,
-    options=ConsensusOptions,
-    models=(2, None),
-)
-@merges_in_runs(InRuns(_survey, _run))
-def consensus_ties(
-    inputs: Sequence[ModelTensor], base: Tensor, options: ConsensusOptions, unit: UnitInfo
-) -> Tensor:
-    """As `consensus_ta`, with the task vectors merged by TIES (trimmed, signs elected, summed)."""
-    vectors = [task_vector(i, base) for i in inputs]
-    for vector, model in zip(vectors, inputs, strict=True):
-        trim_(vector, model.params.density, rescale=False)
-    return _elected_where_agreed(inputs, base, vectors, options)
 
 
 def _elected_where_agreed(
@@ -129,6 +88,24 @@ def _elected_where_agreed(
     total = flat(add_elected(torch.zeros_like(base), vectors, normalize=False, factor=1.0))
     deltas = [flat_difference(i.tensor, base) for i in inputs]  # masks use untrimmed vectors
     return _where_agreed(base, total, deltas, [i.params.threshold for i in inputs], options)
+
+
+TRIMMED = Sparsified(_trim, _elected_where_agreed)
+
+
+@merge_method(
+    "consensus_ties",
+    base=BasePolicy.REQUIRED,
+    per_model=ConsensusTiesParams,
+    options=ConsensusOptions,
+    models=(2, None),
+    in_runs=TRIMMED,
+)
+def consensus_ties(
+    inputs: Sequence[ModelTensor], base: Tensor, options: ConsensusOptions, unit: UnitInfo
+) -> Tensor:
+    """As `consensus_ta`, with the task vectors merged by TIES (trimmed, signs elected, summed)."""
+    return TRIMMED.whole(inputs, base, options, unit)
 
 
 def _where_agreed(
@@ -164,7 +141,7 @@ class PcbOptions:
     lambda_: float = param(1.2, key="lambda", help="factor on the merged task vector")
 
 
-@merge_method("pcb", base=BasePolicy.REQUIRED, per_model=NoParams, options=PcbOptions)
+@merge_method("pcb", base=BasePolicy.REQUIRED, options=PcbOptions)
 def pcb(inputs: Sequence[ModelTensor], base: Tensor, options: PcbOptions, unit: UnitInfo) -> Tensor:
     """Weigh each element by its size within its model and its agreement with the others.
 
@@ -229,9 +206,7 @@ class RamPlusOptions(RamOptions):
     alpha: float = param(0.2, minimum=0, help="upper limit of the ratio of shared to own changes")
 
 
-@merge_method(
-    "ram", base=BasePolicy.REQUIRED, per_model=NoParams, options=RamOptions, elementwise=True
-)
+@merge_method("ram", base=BasePolicy.REQUIRED, options=RamOptions, elementwise=True)
 def ram(inputs: Sequence[ModelTensor], base: Tensor, options: RamOptions, unit: UnitInfo) -> Tensor:
     """Keep changes of one model alone, average changes that several made.
 
@@ -241,7 +216,7 @@ def ram(inputs: Sequence[ModelTensor], base: Tensor, options: RamOptions, unit: 
     return _by_overlap(inputs, base, options.epsilon, [1.0] * len(inputs))
 
 
-@merge_method("ramplus_tl", base=BasePolicy.REQUIRED, per_model=NoParams, options=RamPlusOptions)
+@merge_method("ramplus_tl", base=BasePolicy.REQUIRED, options=RamPlusOptions)
 def ramplus_tl(
     inputs: Sequence[ModelTensor], base: Tensor, options: RamPlusOptions, unit: UnitInfo
 ) -> Tensor:
@@ -294,7 +269,7 @@ class SceOptions:
     int8_mask: bool = param(False, help="accepted for mergekit's configs; has no effect here")
 
 
-@merge_method("sce", base=BasePolicy.REQUIRED, per_model=NoParams, options=SceOptions)
+@merge_method("sce", base=BasePolicy.REQUIRED, options=SceOptions)
 def sce(inputs: Sequence[ModelTensor], base: Tensor, options: SceOptions, unit: UnitInfo) -> Tensor:
     """Keep where task vectors vary most, weigh models by their size there, erase minority signs.
 

@@ -18,9 +18,7 @@ _ELEMENTS = 2**20  # compared at once
 _SPREAD = 1.5  # threshold above the median, in interquartile ranges
 
 
-@merge_method(
-    "arcee_fusion", base=BasePolicy.REQUIRED, per_model=NoParams, options=NoParams, models=(1, 1)
-)
+@merge_method("arcee_fusion", base=BasePolicy.REQUIRED, options=NoParams, models=(1, 1))
 def arcee_fusion(
     inputs: Sequence[ModelTensor], base: Tensor, options: NoParams, unit: UnitInfo
 ) -> Tensor:

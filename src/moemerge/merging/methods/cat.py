@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import average, statistics_of
 from moemerge.merging.methods._spectra import nearest_orthogonal
 from moemerge.runtime.lazy import torch
@@ -30,9 +30,8 @@ class CatOptions:
 
 
 @merge_method(
-    "cat", base=BasePolicy.REQUIRED, per_model=NoParams, options=CatOptions, statistics="gram"
+    "cat", base=BasePolicy.REQUIRED, options=CatOptions, statistics="gram", time="decompositions"
 )
-@takes("decompositions")
 def cat(inputs: Sequence[ModelTensor], base: Tensor, options: CatOptions, unit: UnitInfo) -> Tensor:
     """Trim the outputs of other models' task vectors that disturb a model's own inputs most.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import flat
 from moemerge.merging.methods._selection import keep_largest_, kept_count
 from moemerge.merging.methods._spectra import Spectrum
@@ -38,8 +38,7 @@ class DogeOptions(OthersOptions):
     steps: int = param(400, minimum=0, help="Adam's number of steps")
 
 
-@merge_method("doge", base=BasePolicy.REQUIRED, per_model=NoParams, options=DogeOptions)
-@takes("steps")
+@merge_method("doge", base=BasePolicy.REQUIRED, options=DogeOptions, time="steps")
 def doge(
     inputs: Sequence[ModelTensor], base: Tensor, options: DogeOptions, unit: UnitInfo
 ) -> Tensor:

@@ -123,12 +123,7 @@ class NearswapOptions:
 
 
 @merge_method(
-    "nearswap",
-    base=BasePolicy.REQUIRED,
-    per_model=NoParams,
-    options=NearswapOptions,
-    models=(1, 1),
-    elementwise=True,
+    "nearswap", base=BasePolicy.REQUIRED, options=NearswapOptions, models=(1, 1), elementwise=True
 )
 def nearswap(
     inputs: Sequence[ModelTensor], base: Tensor, options: NearswapOptions, unit: UnitInfo

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import weighted_sum
 from moemerge.merging.methods._spectra import Spectrum
 from moemerge.merging.methods._task_vectors import is_linear
@@ -24,8 +24,7 @@ class LoreOptions:
     lambda_: float = param(1.0, key="lambda", help="factor on the sum of the low-rank changes")
 
 
-@merge_method("lore", base=BasePolicy.DONOR, per_model=NoParams, options=LoreOptions)
-@takes("decompositions")
+@merge_method("lore", base=BasePolicy.DONOR, options=LoreOptions, time="decompositions")
 def lore(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: LoreOptions, unit: UnitInfo
 ) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import cosine, gram, weighted_sum
 from moemerge.runtime.lazy import torch
 
@@ -25,13 +25,7 @@ class ModelStockOptions:
     filter_wise: bool = param(False, help="one ratio for each row instead of each tensor")
 
 
-@merge_method(
-    "model_stock",
-    base=BasePolicy.REQUIRED,
-    per_model=NoParams,
-    options=ModelStockOptions,
-    models=(2, None),
-)
+@merge_method("model_stock", base=BasePolicy.REQUIRED, options=ModelStockOptions, models=(2, None))
 def model_stock(
     inputs: Sequence[ModelTensor], base: Tensor, options: ModelStockOptions, unit: UnitInfo
 ) -> Tensor:

@@ -10,13 +10,11 @@ from moemerge.config.parameters import BasePolicy
 from moemerge.errors import NumericalError
 from moemerge.merging.method import (
     ModelTensor,
-    NoParams,
     Remark,
     UnitInfo,
     UnitStatistics,
     merge_method,
     param,
-    takes,
 )
 from moemerge.merging.methods._arithmetic import (
     ErrorWeight,
@@ -71,8 +69,8 @@ class RegMeanOptions:
     options=RegMeanOptions,
     statistics="gram",
     weights=params_shares,
+    time="decompositions",
 )
-@takes("decompositions")
 def regmean(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: RegMeanOptions, unit: UnitInfo
 ) -> Tensor:
@@ -260,8 +258,8 @@ class LotOptions:
     options=LotOptions,
     statistics="gram",
     weights=params_shares,
+    time="decompositions",
 )
-@takes("decompositions")
 def lot(inputs: Sequence[ModelTensor], base: Tensor, options: LotOptions, unit: UnitInfo) -> Tensor:
     """Least squared error of each linear layer's change on the models' own inputs.
 
@@ -292,9 +290,7 @@ class SltaOptions:
     )
 
 
-@merge_method(
-    "slta", base=BasePolicy.REQUIRED, per_model=NoParams, options=SltaOptions, statistics="gram"
-)
+@merge_method("slta", base=BasePolicy.REQUIRED, options=SltaOptions, statistics="gram")
 def slta(
     inputs: Sequence[ModelTensor], base: Tensor, options: SltaOptions, unit: UnitInfo
 ) -> Tensor:

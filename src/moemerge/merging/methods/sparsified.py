@@ -12,27 +12,14 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.errors import ConfigError
-from moemerge.merging.method import (
-    InRuns,
-    ModelTensor,
-    UnitInfo,
-    merge_method,
-    merges_in_runs,
-    param,
-)
-from moemerge.merging.methods._runs import (
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.methods._sparsify import (
     Deltas,
-    Run,
+    Sparsified,
     Thinning,
     dropping,
     ranked_dropping,
     trimming,
-)
-from moemerge.merging.methods._sparsify import (
-    drop_by_rank_,
-    drop_randomly_,
-    trim_,
-    trim_both_ends_,
 )
 from moemerge.merging.methods._task_vectors import (
     SumOptions,
@@ -40,7 +27,6 @@ from moemerge.merging.methods._task_vectors import (
     Thinned,
     add_elected,
     add_weighted,
-    task_vector,
 )
 
 if TYPE_CHECKING:
@@ -67,7 +53,12 @@ class NormalisedElection(Election):
     normalize: bool = param(True, help="divide by the sum of the weights that agree in sign")
 
 
-def _sum(base: Tensor, vectors: Sequence[TaskVector], options: SumOptions) -> Tensor:
+def _sum(
+    inputs: Sequence[ModelTensor],
+    base: Tensor,
+    vectors: Sequence[TaskVector],
+    options: SumOptions,
+) -> Tensor:
     """Add the task vectors to the base: by elected sign if the options contain an election."""
     normalize, factor = options.normalize, options.lambda_
     if isinstance(options, Election):
@@ -77,46 +68,30 @@ def _sum(base: Tensor, vectors: Sequence[TaskVector], options: SumOptions) -> Te
     return add_weighted(base, vectors, normalize=normalize, factor=factor)
 
 
-def _sum_run(
-    inputs: Sequence[ModelTensor],
-    base: Tensor,
-    options: SumOptions,
-    thinnings: Sequence[Thinning],
-    number: int,
-    start: int,
-) -> Tensor:
-    """Merge a run of rows whose first element has the index `start`."""
-    vectors = [task_vector(i, base) for i in inputs]
-    for vector, thinning in zip(vectors, thinnings, strict=True):
-        thinning.change_(Run(number, start, vector.values))
-        vector.scale = thinning.scale
-    return _sum(base, vectors, options)
-
-
-def _ties_run(
+def _trim(
     deltas: Deltas, params: Thinned, options: SumOptions, position: int, unit: UnitInfo
 ) -> Thinning:
     gamma = params.gamma if isinstance(params, BreadcrumbsParams) else 0.0
     return trimming(deltas, params.density, gamma, rescale=options.rescale)
 
 
-def _dare_run(
+def _drop(
     deltas: Deltas, params: Thinned, options: DareLinearOptions, position: int, unit: UnitInfo
 ) -> Thinning:
-    seed = unit.stream("dare", position)
+    seed = unit.stream("dare", position)  # each model has its own mask
     return dropping(deltas, params.density, seed, rescale=options.rescaling)
 
 
-def _della_run(
+def _drop_by_rank(
     deltas: Deltas, params: DellaParams, options: DellaLinearOptions, position: int, unit: UnitInfo
 ) -> Thinning:
-    seed = unit.stream("della", position)
+    seed = unit.stream("della", position)  # each model has its own mask
     return ranked_dropping(deltas, params.density, params.epsilon, seed, rescale=options.rescaling)
 
 
-TRIMMED = InRuns(_ties_run, _sum_run)
-DROPPED = InRuns(_dare_run, _sum_run)
-RANKED = InRuns(_della_run, _sum_run)
+TRIMMED = Sparsified(_trim, _sum)
+DROPPED = Sparsified(_drop, _sum)
+RANKED = Sparsified(_drop_by_rank, _sum)
 
 
 @dataclass(frozen=True)
@@ -124,8 +99,9 @@ class TiesOptions(NormalisedElection, SumOptions):
     pass
 
 
-@merge_method("ties", base=BasePolicy.REQUIRED, per_model=Thinned, options=TiesOptions)
-@merges_in_runs(TRIMMED)
+@merge_method(
+    "ties", base=BasePolicy.REQUIRED, per_model=Thinned, options=TiesOptions, in_runs=TRIMMED
+)
 def ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: TiesOptions, unit: UnitInfo
 ) -> Tensor:
@@ -134,10 +110,7 @@ def ties(
     Yadav et al. 2023. mergekit lets the weighted task vectors vote, the paper the unweighted ones
     (`election: unweighted`). The trim is per merge unit, not over the whole model.
     """
-    vectors = [task_vector(i, base) for i in inputs]
-    for vector, model in zip(vectors, inputs, strict=True):
-        trim_(vector, model.params.density, rescale=options.rescale)
-    return _sum(base, vectors, options)
+    return TRIMMED.whole(inputs, base, options, unit)
 
 
 # --- DARE: drop at random and rescale (Yu et al. 2024, "Language models are Super Mario") ---------
@@ -167,17 +140,13 @@ class DareTiesOptions(Election, DareLinearOptions):
     base=BasePolicy.REQUIRED,
     per_model=Thinned,
     options=DareLinearOptions,
+    in_runs=DROPPED,
 )
-@merges_in_runs(DROPPED)
 def dare_linear(
     inputs: Sequence[ModelTensor], base: Tensor, options: DareLinearOptions, unit: UnitInfo
 ) -> Tensor:
     """Drop random elements of each task vector, rescale the rest, add them up by weight."""
-    vectors = [task_vector(i, base) for i in inputs]
-    for position, (vector, model) in enumerate(zip(vectors, inputs, strict=True)):
-        seed = unit.stream("dare", position)  # each model has its own mask
-        drop_randomly_(vector, model.params.density, seed, rescale=options.rescaling)
-    return _sum(base, vectors, options)
+    return DROPPED.whole(inputs, base, options, unit)
 
 
 @merge_method(
@@ -185,13 +154,13 @@ def dare_linear(
     base=BasePolicy.REQUIRED,
     per_model=Thinned,
     options=DareTiesOptions,
+    in_runs=DROPPED,
 )
-@merges_in_runs(DROPPED)
 def dare_ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: DareTiesOptions, unit: UnitInfo
 ) -> Tensor:
     """Drop random elements of each task vector, rescale the rest, add up by elected sign."""
-    return dare_linear(inputs, base, options, unit)
+    return DROPPED.whole(inputs, base, options, unit)
 
 
 # --- DELLA: drop by magnitude rank (Deep et al. 2024) ---------------------------------------------
@@ -235,38 +204,23 @@ class DellaOptions(NormalisedElection, DellaLinearOptions):
     base=BasePolicy.REQUIRED,
     per_model=DellaParams,
     options=DellaLinearOptions,
+    in_runs=RANKED,
 )
-@merges_in_runs(RANKED)
 def della_linear(
     inputs: Sequence[ModelTensor], base: Tensor, options: DellaLinearOptions, unit: UnitInfo
 ) -> Tensor:
     """Drop elements at random, small ones more often, rescale the rest, add up by weight."""
-    rows = base.shape[0] if base.dim() > 1 else 1  # one row per output
-    vectors = [task_vector(i, base) for i in inputs]
-    for position, (vector, model) in enumerate(zip(vectors, inputs, strict=True)):
-        drop_by_rank_(
-            vector,
-            rows,
-            model.params.density,
-            model.params.epsilon,
-            unit.stream("della", position),  # each model has its own mask
-            rescale=options.rescaling,
-        )
-    return _sum(base, vectors, options)
+    return RANKED.whole(inputs, base, options, unit)
 
 
 @merge_method(
-    "della",
-    base=BasePolicy.REQUIRED,
-    per_model=DellaParams,
-    options=DellaOptions,
+    "della", base=BasePolicy.REQUIRED, per_model=DellaParams, options=DellaOptions, in_runs=RANKED
 )
-@merges_in_runs(RANKED)
 def della(
     inputs: Sequence[ModelTensor], base: Tensor, options: DellaOptions, unit: UnitInfo
 ) -> Tensor:
     """Drop elements at random, small ones more often, rescale the rest, add by elected sign."""
-    return della_linear(inputs, base, options, unit)
+    return RANKED.whole(inputs, base, options, unit)
 
 
 # --- model breadcrumbs: drop the largest and the smallest (Davari and Belilovsky 2024) ------------
@@ -289,17 +243,13 @@ class BreadcrumbsTiesOptions(Election, SumOptions):
     base=BasePolicy.REQUIRED,
     per_model=BreadcrumbsParams,
     options=SumOptions,
+    in_runs=TRIMMED,
 )
-@merges_in_runs(TRIMMED)
 def breadcrumbs(
     inputs: Sequence[ModelTensor], base: Tensor, options: SumOptions, unit: UnitInfo
 ) -> Tensor:
     """Drop each task vector's largest and smallest elements, add up the rest by weight."""
-    vectors = [task_vector(i, base) for i in inputs]
-    for vector, model in zip(vectors, inputs, strict=True):
-        p = model.params
-        trim_both_ends_(vector, p.density, p.gamma, rescale=options.rescale)
-    return _sum(base, vectors, options)
+    return TRIMMED.whole(inputs, base, options, unit)
 
 
 @merge_method(
@@ -307,10 +257,10 @@ def breadcrumbs(
     base=BasePolicy.REQUIRED,
     per_model=BreadcrumbsParams,
     options=BreadcrumbsTiesOptions,
+    in_runs=TRIMMED,
 )
-@merges_in_runs(TRIMMED)
 def breadcrumbs_ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: BreadcrumbsTiesOptions, unit: UnitInfo
 ) -> Tensor:
     """Drop each task vector's largest and smallest elements, add up the rest by elected sign."""
-    return breadcrumbs(inputs, base, options, unit)
+    return TRIMMED.whole(inputs, base, options, unit)

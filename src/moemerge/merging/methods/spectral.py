@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
 from moemerge.merging.methods._spectra import Spectrum, flattened, orthogonal_sides
 from moemerge.merging.methods._task_vectors import (
     SpectralOptions,
@@ -30,8 +30,7 @@ class IsoCtsOptions(SpectralOptions):
     )
 
 
-@merge_method("iso_c", base=BasePolicy.REQUIRED, per_model=NoParams, options=SpectralOptions)
-@takes("decompositions")
+@merge_method("iso_c", base=BasePolicy.REQUIRED, options=SpectralOptions, time="decompositions")
 def iso_c(
     inputs: Sequence[ModelTensor], base: Tensor, options: SpectralOptions, unit: UnitInfo
 ) -> Tensor:
@@ -52,8 +51,7 @@ def iso_c(
     return (base + options.lambda_ * merged).to(base.dtype).contiguous()
 
 
-@merge_method("iso_cts", base=BasePolicy.REQUIRED, per_model=NoParams, options=IsoCtsOptions)
-@takes("decompositions")
+@merge_method("iso_cts", base=BasePolicy.REQUIRED, options=IsoCtsOptions, time="decompositions")
 def iso_cts(
     inputs: Sequence[ModelTensor], base: Tensor, options: IsoCtsOptions, unit: UnitInfo
 ) -> Tensor:
@@ -101,8 +99,7 @@ def _plain(base: Tensor, vectors: Sequence[Tensor], factor: float) -> Tensor:
     return (base + factor * vectors[0]).contiguous()
 
 
-@merge_method("tsv", base=BasePolicy.REQUIRED, per_model=NoParams, options=SpectralOptions)
-@takes("decompositions")
+@merge_method("tsv", base=BasePolicy.REQUIRED, options=SpectralOptions, time="decompositions")
 def tsv(
     inputs: Sequence[ModelTensor], base: Tensor, options: SpectralOptions, unit: UnitInfo
 ) -> Tensor:
@@ -135,8 +132,7 @@ class OpcmOptions(SpectralOptions):
     )
 
 
-@merge_method("opcm", base=BasePolicy.REQUIRED, per_model=NoParams, options=OpcmOptions)
-@takes("decompositions")
+@merge_method("opcm", base=BasePolicy.REQUIRED, options=OpcmOptions, time="decompositions")
 def opcm(
     inputs: Sequence[ModelTensor], base: Tensor, options: OpcmOptions, unit: UnitInfo
 ) -> Tensor:

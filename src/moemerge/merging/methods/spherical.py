@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import (
     NO_DIRECTION,
     ZERO_SUM,
@@ -34,9 +34,7 @@ class SlerpOptions:
     t: float = param(help="0 is the base, 1 the other model")
 
 
-@merge_method(
-    "slerp", base=BasePolicy.REQUIRED, per_model=NoParams, options=SlerpOptions, models=(1, 1)
-)
+@merge_method("slerp", base=BasePolicy.REQUIRED, options=SlerpOptions, models=(1, 1))
 def slerp(
     inputs: Sequence[ModelTensor], base: Tensor, options: SlerpOptions, unit: UnitInfo
 ) -> Tensor:
@@ -63,11 +61,7 @@ class NuslerpOptions:
 
 
 @merge_method(
-    "nuslerp",
-    base=BasePolicy.OPTIONAL,
-    per_model=Weighted,
-    options=NuslerpOptions,
-    models=(2, 2),
+    "nuslerp", base=BasePolicy.OPTIONAL, per_model=Weighted, options=NuslerpOptions, models=(2, 2)
 )
 def nuslerp(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: NuslerpOptions, unit: UnitInfo
@@ -157,7 +151,7 @@ class KarcherOptions:
     tol: float = param(1e-5, minimum=0, help="stop once a step is shorter than this")
 
 
-@merge_method("karcher", base=BasePolicy.MEMBER, per_model=NoParams, options=KarcherOptions)
+@merge_method("karcher", base=BasePolicy.MEMBER, options=KarcherOptions)
 def karcher(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: KarcherOptions, unit: UnitInfo
 ) -> Tensor:

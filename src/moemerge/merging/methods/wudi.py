@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
 from moemerge.merging.methods._spectra import Definite, Spectrum
 from moemerge.merging.methods._task_vectors import (
     OthersOptions,
@@ -50,8 +50,7 @@ class WudiOptions(OthersOptions):
     )
 
 
-@merge_method("wudi", base=BasePolicy.REQUIRED, per_model=NoParams, options=WudiOptions)
-@takes("steps")
+@merge_method("wudi", base=BasePolicy.REQUIRED, options=WudiOptions, time="steps")
 def wudi(
     inputs: Sequence[ModelTensor], base: Tensor, options: WudiOptions, unit: UnitInfo
 ) -> Tensor:
