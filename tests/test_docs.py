@@ -126,10 +126,3 @@ def test_families_that_cannot_be_calibrated_are_named() -> None:
     page = (ROOT / "docs" / "calibration.md").read_text(encoding="utf-8")
     refused = [row["family"] for row in list_architectures() if row["calibration"] != "yes"]
     assert [family for family in refused if f"`{family}`" not in page] == []
-
-
-def test_no_page_counts_families_by_itself() -> None:
-    """A number would be wrong with the next row of the table."""
-    for page in PAGES:
-        if page.name not in ("CHANGELOG.md", "benchmarks.md"):
-            assert not re.search(r"\d+ (of \d+ )?(MoE )?families", page.read_text("utf-8")), page

@@ -56,12 +56,14 @@ def test_written_and_read_again_is_the_same(load: Load, text: str) -> None:
     assert again.repair == first.repair
 
 
-def test_settings_of_a_calibration_are_spelt_out(load: Load) -> None:
+def test_settings_of_a_calibration_are_spelt_out_and_those_of_the_paper(load: Load) -> None:
     text = HEAD + "parameters: {weight: 1}\nmodels: [{model: a}]\ncalibration: {data: {a: f}}\n"
     block = read_yaml(dump_config(load(text).config), "x").data["calibration"]
     assert block["alpha"] == 0.9
     assert block["rtol"] == 1e-6
-    assert block["layers"] == "all"
+    assert block["max_steps"] == 1000
+    assert (block["layers"], block["curvature"]) == ("all", "full")
+    assert block["targets"] == "merged-features"
     assert "gamma" not in block
 
 

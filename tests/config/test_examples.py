@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import moemerge.merging.methods  # noqa: F401  (fills METHODS)
 from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig, load_config
-from moemerge.config.parameter_values import TensorContext
 from moemerge.config.parameters import MethodSchema
 from moemerge.merging.method import METHODS
 
-FOLDER = Path(__file__).parents[2] / "examples"
 TIES = """
 models:
   - model: psmathur/orca_mini_v3_13b
@@ -230,45 +226,3 @@ def test_loads_and_survives_writing(text: str) -> None:
     loaded = read(text)
     assert loaded.warnings == ()
     assert read(dump_config(loaded.config)).config == loaded.config
-
-
-@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yml")), ids=lambda f: f.stem)
-def test_the_examples_that_we_ship_load(file: Path) -> None:
-    loaded = read(file.read_text())
-    assert loaded.warnings == ()
-
-
-def test_slerp_weights_by_place() -> None:
-    merge = read(SLERP).merge
-    assert [s.name for s in merge.slices[0].inputs] == ["Platypus2-13B"]
-    assert merge.slices[0].base is not None
-    values = [
-        merge.reader.values(TensorContext(0, (name,), t=10 / 39))["t"]
-        for name in ("l.self_attn.q", "l.mlp.up", "l.norm")
-    ]
-    s = 10 / 39 * 4
-    assert values == pytest.approx([0.5 - (s - 1) * 0.2, 0.5 + (s - 1) * 0.2, 0.5])
-
-
-def test_frankenmerge_has_its_slices_in_order() -> None:
-    merge = read(FRANKENMERGE).merge
-    ranges = [piece.inputs[0].layer_range for piece in merge.slices]
-    assert ranges == [(0, 24), (20, 40)]
-    scale = [
-        merge.reader.values(TensorContext(i, ("x.o_proj",)), merge.slices[i].inputs[0].name)
-        for i in (0, 1)
-    ]
-    assert scale == [{"scale": None}, {"scale": 0.0}]
-
-
-def test_moe_filters_see_experts_and_roles() -> None:
-    reader = read(MOE_FILTERS).merge.reader
-    stack = "model.layers.1.mlp.experts.gate_up_proj"
-
-    def weight(role: str, *names: str) -> object:
-        return reader.values(TensorContext(0, names, role), "math")["weight"]
-
-    assert weight("router", "model.layers.1.mlp.gate.weight") == 0
-    assert weight("expert", stack, "model.layers.1.mlp.experts.3.up_proj.weight") == 0.1
-    assert weight("expert", stack, "model.layers.1.mlp.experts.13.up_proj.weight") == 0.5
-    assert weight("mlp", "model.layers.1.mlp.up_proj.weight") == 0.3

@@ -295,10 +295,6 @@ WRONG = [
         ["line 8: calibration.data: no data for code"],
     ),
     (
-        HEAD + "calibration:\n  data: {math: m, code: c, chat: d}\n",
-        ["line 8: calibration.data.chat: no model is called 'chat'"],
-    ),
-    (
         HEAD + "data: {math: m}\ncalibration: {}\n",
         ["line 7: data: no data for code"],
     ),
@@ -353,11 +349,7 @@ def test_every_problem_is_said(problems: Problems, text: str, expected: list[str
     assert len(found) == len(expected), found
     for start in expected:
         assert any(line.startswith(start) for line in found), (start, found)
-
-
-@pytest.mark.parametrize(("text", "expected"), WRONG)
-def test_no_foreign_words(problems: Problems, text: str, expected: list[str]) -> None:
-    said = " ".join(problems(text)).lower()
+    said = " ".join(found).lower()
     for foreign in ("pydantic", "value error", "input should", "validation", "errors.", "type="):
         assert foreign not in said
 
@@ -438,13 +430,6 @@ def test_a_misspelt_required_parameter_is_an_error_even_when_lenient(problems: P
     ]
 
 
-def test_good_config_has_no_warnings(load: Load) -> None:
-    loaded = load(HEAD)
-    assert loaded.warnings == ()
-    assert loaded.config.base_model == ModelRef("./base")
-    assert list(loaded.merge.models) == ["math", "code", "base"]
-
-
 def test_reads_files_text_and_mappings(load: Load, tmp_path: Path) -> None:
     path = tmp_path / "merge.yml"
     path.write_text("\ufeff" + HEAD, encoding="utf-8")
@@ -485,14 +470,6 @@ def test_unreadable_files(schemas: Any, tmp_path: Path, make: Any, said: str) ->
     assert said in str(caught.value)
     assert str(path) in str(caught.value)
     assert caught.value.exit_code == 2
-
-
-def test_error_names_the_file_and_counts(schemas: Any, tmp_path: Path) -> None:
-    path = tmp_path / "merge.yml"
-    path.write_text(HEAD + "dtype: x\nzzz: 1\n")
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, schemas=schemas)
-    assert str(caught.value).splitlines()[0] == f"{path}: 2 problems"
 
 
 @pytest.mark.parametrize(

@@ -74,11 +74,6 @@ def test_gate_is_part_of_the_names_of_experts_too() -> None:
     assert evaluate(value, STACK, "expert", 0.0) == 2
 
 
-def test_no_match_gives_none() -> None:
-    value = parse_value([{"filter": "self_attn", "value": 1}])
-    assert evaluate(value, MLP, "mlp", 0.0) is None
-
-
 def test_a_role_is_compared_whole() -> None:
     value = parse_value([{"filter": "role:expert", "value": 1}])
     assert evaluate(value, MLP, "shared_expert", 0.0) is None

@@ -240,7 +240,3 @@ def test_text_of_base_serves_statistics_of_the_base() -> None:
     loaded = load_config(NAMED + f"wrap: [{{wrapper: {wrapper}}}]\ndata: {{base: b}}\n")
     assert loaded.statistics is not None
     assert loaded.statistics.data == {"olmo-7b": ("b",)}
-
-
-def test_without_a_block_there_is_no_calibration(load: Load) -> None:
-    assert load(MODELS).repair is None

@@ -192,15 +192,6 @@ def test_booleans_count_as_numbers_and_back(load: Load) -> None:
     assert value(merge, "normalize", MLP) is False
 
 
-def test_all_values_of_a_tensor_at_once(load: Load) -> None:
-    merge = load(SCOPES).merge
-    assert merge.reader.values(TensorContext(0, ATTENTION, "attention", 0.5), "a") == {
-        "weight": 0.5,
-        "density": 0.2,
-    }
-    assert merge.reader.values(TensorContext(0, NORM, "norm")) == {"normalize": True, "lambda": 7.0}
-
-
 def test_a_default_of_none_is_a_value(load: Load) -> None:
     merge = load("merge_method: passthrough\nmodels: [{model: a}]\n").merge
     assert value(merge, "scale", MLP, 0) is None

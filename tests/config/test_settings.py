@@ -5,20 +5,11 @@ from __future__ import annotations
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from pydantic import Field
 
 from moemerge import api
 from moemerge.calibration.settings import CalibrationKeywords, CalibrationSettings
 from moemerge.collecting.settings import CollectingKeywords, CollectingSettings
-from moemerge.config.fields import (
-    AutoOrPositive,
-    DataFiles,
-    Files,
-    LayerSelection,
-    PositiveInt,
-    Strict,
-)
-from moemerge.config.settings import MergeKeywords, MergeSettings, Setting, settings_of
+from moemerge.config.settings import MergeKeywords, MergeSettings
 from moemerge.data.settings import DataKeywords, DataSettings
 from moemerge.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
 from moemerge.errors import ConfigError
@@ -93,27 +84,3 @@ def test_wrong_values_are_our_errors_with_every_problem() -> None:
     assert str(caught.value).startswith("CalibrationSettings: 3 problems")
     assert "alpha: must be at most 1, not 2" in str(caught.value)
     assert MergeSettings.model_validate({"seed": 3}) == MergeSettings(seed=3)
-
-
-class Many(Strict):
-    """A field of every kind."""
-
-    ridge: AutoOrPositive = Field("auto", description="strength")
-    count: PositiveInt | None = None
-    parts: tuple[str, ...] = ()
-    files: Files | None = None
-    data: DataFiles | None = None
-    loud: bool = True
-    layers: LayerSelection = LayerSelection()
-
-
-def test_what_a_command_line_learns_of_a_field() -> None:
-    known = {setting.name: setting for setting in settings_of(Many)}
-    assert known["ridge"] == Setting(
-        "ridge", "strength", "auto", frozenset({str, float}), ("auto",)
-    )
-    assert known["count"].kinds == {int}
-    assert known["parts"].kinds == known["files"].kinds == {tuple}
-    assert known["data"].kinds == {dict}
-    assert (known["loud"].kinds, known["loud"].default) == ({bool}, True)
-    assert known["layers"].kinds == {str}
