@@ -1,6 +1,6 @@
 """Does the KL of the routing predict what a repair closes?
 
-The bands of `moemerge.diagnosis.expectation` are fitted to the recorded merges of some seeds, and
+The bands of `moemerge.diagnosis.advice` are fitted to the recorded merges of some seeds, and
 tested on those of the others.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from evidence.methods import EVERY
 from evidence.tables import MERGES, REGIMES, VARIANTS, Cell, read_cells
-from moemerge.diagnosis.expectation import CALIBRATION, Expected
+from moemerge.diagnosis.advice import CALIBRATION, Expected
 
 FITTED_SEEDS, TESTED_SEEDS = (0, 1, 2), (3, 4)
 LEAST_GAP = 0.03  # of accuracy: the share of a smaller gap is noise

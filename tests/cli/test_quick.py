@@ -97,7 +97,7 @@ def test_nothing_but_the_command_line_itself_comes_before_its_ctrl_c() -> None:
 @pytest.mark.parametrize(
     ("asked", "verbs"),
     [
-        ("swap-routers", {"swap-routers"}),
+        ("swap-routers", {"convert", "swap-routers"}),
         ("validate", {"merge", "validate"}),
         ("--help", None),
         ("inspct", None),

@@ -9,7 +9,7 @@ import pytest
 
 from evidence.prediction import FITTED_SEEDS, Merge, bands, expected, merges
 from evidence.prediction import tested as on_other_seeds
-from moemerge.diagnosis.expectation import CALIBRATION, REFIT, Expected, expected_of_calibration
+from moemerge.diagnosis.advice import CALIBRATION, REFIT, Expected, expected_of_calibration
 
 CELLS = Path(__file__).parents[2] / "docs" / "data" / "evidence-methods.jsonl.xz"
 

@@ -15,7 +15,7 @@ import zoo
 from moemerge import api
 from moemerge.config.settings import MergeSettings
 from moemerge.errors import ArchitectureError, CheckpointError, ConfigError
-from moemerge.merging.kinds import PlannedKinds
+from moemerge.merging.matching import PlannedKinds
 from moemerge.merging.planner import Planner
 from moemerge.merging.run import plan_merge
 

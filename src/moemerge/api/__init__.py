@@ -6,7 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moemerge.api.composing import compose as compose
+    from moemerge.api.experts import compose as compose
+    from moemerge.api.experts import prune as prune
     from moemerge.api.jobs import collect_statistics as collect_statistics
     from moemerge.api.jobs import convert as convert
     from moemerge.api.jobs import diagnose as diagnose
@@ -22,31 +23,29 @@ if TYPE_CHECKING:
     from moemerge.api.listing import list_methods as list_methods
     from moemerge.api.listing import list_wrappers as list_wrappers
     from moemerge.api.listing import load_plugin as load_plugin
+    from moemerge.api.listing import sample as sample
     from moemerge.api.listing import verify as verify
     from moemerge.api.merging import find_coefficients as find_coefficients
     from moemerge.api.merging import load_config as load_config
     from moemerge.api.merging import merge as merge
     from moemerge.api.merging import run as run
     from moemerge.api.merging import validate as validate
-    from moemerge.api.pruning import prune as prune
     from moemerge.api.repairs import calibrate as calibrate
     from moemerge.api.repairs import distill as distill
     from moemerge.api.repairs import refit as refit
-    from moemerge.api.samples import sample as sample
 
 _PARTS = {
-    "composing": "compose",
+    "experts": "compose prune",
     "jobs": (
         "collect_statistics convert diagnose evaluate extract extract_lora make_data swap_routers "
         "tune"
     ),
     "listing": (
-        "config_schema inspect list_architectures list_methods list_wrappers load_plugin verify"
+        "config_schema inspect list_architectures list_methods list_wrappers load_plugin sample "
+        "verify"
     ),
     "merging": "find_coefficients load_config merge run validate",
-    "pruning": "prune",
     "repairs": "calibrate distill refit",
-    "samples": "sample",
 }
 
 

@@ -1,4 +1,4 @@
-"""What there is: a model, from its headers alone; merge methods; model families; plugins."""
+"""Look at a model, without loading it or by its completions; list methods, families, plugins."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moemerge.architectures.describe import Description, describe
 from moemerge.architectures.families import families
 from moemerge.checkpoint import Checkpoint
+from moemerge.config.models import ModelLike
 from moemerge.config.parameters import REQUIRED, BasePolicy, MethodSchema, WrapperSchema
-from moemerge.errors import UsageError
+from moemerge.errors import MoeMergeError, UsageError
 from moemerge.registry import add_plugin
 from moemerge.runtime.checksums import Verification, verify_checksums
 from moemerge.runtime.process import paused_collector
+from moemerge.runtime.progress import Progress, Silent
 
 
 @paused_collector()
@@ -187,3 +190,54 @@ def _line(error: BaseException, file: Path) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == file]
     return f"line {lines[-1]}: " if lines else ""
+
+
+MAX_NEW_TOKENS = 48
+
+
+def sample(
+    models: Mapping[str, ModelLike],
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    device: str = "auto",
+    progress: Progress | None = None,
+) -> dict[str, list[str]]:
+    """Return each model's greedy completion of each prompt, without special tokens.
+
+    One model at a time is loaded whole. If a model cannot run, its entry states why.
+    """
+    result = {}
+    for name, model in models.items():
+        try:
+            result[name] = _completions(
+                model, prompts, max_new_tokens, device, progress or Silent()
+            )
+        except MoeMergeError as error:
+            result[name] = [f"(could not run: {error.message})"]
+    return result
+
+
+def _completions(
+    model: ModelLike, prompts: Sequence[str], most: int, device: str, progress: Progress
+) -> list[str]:
+    from moemerge.generation.engine import CompletionRequest
+    from moemerge.generation.prompts import PromptRow, open_tokenizer, tokenized
+    from moemerge.generation.run import engine_maker, load_engine
+    from moemerge.generation.settings import GenerationSettings
+
+    given = {"max_new_tokens": most, "device": device}
+    settings = GenerationSettings.model_validate(given)
+    tokenizer = open_tokenizer(model)
+    rows = [
+        PromptRow(f"prompt {i}", ({"role": "user", "content": text},), {}, "")
+        for i, text in enumerate(prompts)
+    ]
+    _, tokens = tokenized(rows, tokenizer, "")
+    requests = [CompletionRequest(i, 0, tuple(ids)) for i, ids in enumerate(tokens)]
+    engine = load_engine(engine_maker(model, tokenizer, settings, progress))
+    try:
+        completions = list(engine.generate(requests, len(requests)))
+    finally:
+        engine.close()
+    return [c.text for c in sorted(completions, key=lambda c: c.prompt)]

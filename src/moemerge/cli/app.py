@@ -30,7 +30,15 @@ FIRST = (
     "ls",
 )
 # Commands that share the module of another one.
-SHARED = {"validate": "merge", "calibrate": "repairs", "refit": "repairs", "distill": "repairs"}
+SHARED = {
+    "validate": "merge",
+    "calibrate": "repairs",
+    "refit": "repairs",
+    "distill": "repairs",
+    "extract-lora": "extract",
+    "swap-routers": "convert",
+    "schema": "ls",
+}
 HELPERS = ("app", "console", "flags", "paths", "render", "samples", "wording")
 
 

@@ -1,4 +1,4 @@
-"""`moemerge convert`."""
+"""`moemerge convert` and `moemerge swap-routers`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from typing import Annotated, Any
 import typer
 
 from moemerge.cli.flags import ModelArgument, Out, Overwrite, Reporting, add_verb
+from moemerge.runtime.progress import counted
 
-EXAMPLES = """
+CONVERT_EXAMPLES = """
   moemerge convert merged/ fused/ --layout fused
   moemerge convert ./model out/ --layout fused --json -
+"""
+SWAP_EXAMPLES = """
+  moemerge swap-routers merged/ --from org/math swapped/
+  moemerge swap-routers org/math --from merged/ swapped/ --layers last:4 --link
 """
 
 
 def add_to(app: typer.Typer) -> None:
-    add_verb(app, convert, EXAMPLES)
+    add_verb(app, convert, CONVERT_EXAMPLES)
+    add_verb(app, swap_routers, SWAP_EXAMPLES, "swap-routers")
 
 
 def convert(
@@ -45,3 +51,48 @@ def convert(
         ("folder", report.output),
     ]
     reporting.show(report.to_json(), facts(rows), notices=report.notices)
+
+
+def swap_routers(
+    model: ModelArgument,
+    out_folder: Out,
+    donor: Annotated[
+        str, typer.Option("--from", metavar="OTHER", help="The model whose routers are taken.")
+    ],
+    reporting: Reporting,
+    layers: Annotated[
+        str, typer.Option(metavar="LAYERS", help="Which layers: all, last:4, 8-15 or 0,2,5-7.")
+    ] = "all",
+    # Copies by default: later changes to the original must not change OUT.
+    link: Annotated[
+        bool,
+        typer.Option(
+            "--link/--copy", help="Hard links of the shards without routers, or copies of them."
+        ),
+    ] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write MODEL with the routers of OTHER to OUT: weights, biases and selection biases.
+
+    Evaluating the result shows how much of a merge's damage is routing.
+    """
+    from moemerge import api
+    from moemerge.cli.render import facts
+
+    with reporting.progress() as bar:
+        report = api.swap_routers(
+            model,
+            donor,
+            out_folder,
+            layers=layers,
+            link=link,
+            overwrite=overwrite,
+            progress=bar,
+        )
+    rows = [
+        ("weights", report.model),
+        ("routers", f"{report.routers_of} ({counted(len(report.tensors), 'tensor')})"),
+        ("layers", ", ".join(map(str, report.layers))),
+        ("folder", report.output),
+    ]
+    reporting.show(report.to_json(), facts(rows))

@@ -1,4 +1,4 @@
-"""`moemerge ls`: list methods, wrappers and model families."""
+"""`moemerge ls` and `moemerge schema`: list what there is, print the JSON schema of configs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from moemerge.cli.console import out, show_json
 from moemerge.cli.flags import Json, add_verb
 
-EXAMPLES = """
+LS_EXAMPLES = """
   moemerge ls methods
   moemerge ls wrappers
   moemerge ls architectures --json
@@ -23,8 +23,15 @@ class What(StrEnum):
     architectures = "architectures"
 
 
+SCHEMA_EXAMPLES = """
+  moemerge schema > moemerge.schema.json
+  moemerge schema --plugin my_methods.py > moemerge.schema.json
+"""
+
+
 def add_to(app: typer.Typer) -> None:
-    add_verb(app, ls, EXAMPLES)
+    add_verb(app, ls, LS_EXAMPLES)
+    add_verb(app, schema, SCHEMA_EXAMPLES)
 
 
 def ls(what: Annotated[What, typer.Argument(help="What to list.")], json: Json = False) -> None:
@@ -48,3 +55,14 @@ def ls(what: Annotated[What, typer.Argument(help="What to list.")], json: Json =
         What.architectures: render.families_table,
     }
     out.print(tables[what](entries))
+
+
+def schema() -> None:
+    """Print a JSON schema of config files, from which editors complete keys and mark mistakes.
+
+    In VS Code (with its YAML extension) and others, a config's first line names it:
+    `# yaml-language-server: $schema=moemerge.schema.json`
+    """
+    from moemerge import api
+
+    show_json(api.config_schema())

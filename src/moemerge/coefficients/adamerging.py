@@ -1,8 +1,9 @@
-"""AdaMerging: coefficients that minimise the merged model's entropy (Yang et al. 2024).
+"""Coefficients by gradient descent: AdaMerging and Expert Merging (Yang et al. 2024, Zhang et al.
+2025).
 
 The merged model is W = W_0 + Σ_i λ_i^l τ_i, a function of the coefficients. Adam minimises the
-entropy of its next tokens on the models' own text. Base, task vectors and gradients are all in
-memory, so the model must fit on the device several times.
+entropy of its next tokens on the models' own text, or its distance from each model there. Base,
+task vectors and gradients are all in memory, so the model must fit on the device several times.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.func import functional_call
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import format_size
 from moemerge.coefficients.job import CoefficientsJob, FoundCoefficients
-from moemerge.coefficients.maths import next_token_entropy
+from moemerge.coefficients.maths import next_token_divergence, next_token_entropy, relative_distance
 from moemerge.config.coefficients import EVERYWHERE
 from moemerge.errors import NumericalError, ResourceError
 from moemerge.features.loading import build_skeleton
@@ -173,3 +174,27 @@ def one_batch(domain: Domain, places: Sequence[int]) -> Batch:
     rows = tuple(domain.rows[place] for place in places)
     longest = max(map(len, rows))
     return make_batches([Domain(domain.name, rows)], batch_tokens=longest * len(rows))[0]
+
+
+def expertmerging(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
+    """Return coefficients by model and place, and the course of the loss."""
+    merged = BlendedModel(job)
+    settings = job.request.settings
+    places = {name: at for at, name in enumerate(job.models)}
+
+    def loss(lambdas: Tensor, name: str, batch: Batch) -> Tensor:
+        mask = merged.mask(batch)
+        with torch.no_grad():
+            whole = merged.lambdas(0.0)
+            whole[places[name]] = 1.0
+            expert = merged.run(whole, batch, hidden=True)
+        ours = merged.run(lambdas, batch, hidden=True)
+        pairs = list(zip(ours.hidden_states[1:], expert.hidden_states[1:], strict=True))
+        distances = [relative_distance(a[mask], b[mask]) for a, b in pairs]
+        return (
+            torch.stack(distances).mean()
+            + next_token_divergence(ours.logits[mask], expert.logits[mask])
+            + settings.anchor * (lambdas - settings.start).abs().mean()
+        )
+
+    return descend(job, merged, loss, progress, what="loss")

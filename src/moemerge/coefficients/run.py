@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moemerge.coefficients.acm import acm
-from moemerge.coefficients.adamerging import adamerging
-from moemerge.coefficients.expertmerging import expertmerging
+from moemerge.coefficients.adamerging import adamerging, expertmerging
 from moemerge.coefficients.job import (
     CoefficientsJob,
     CoefficientsRequest,

@@ -221,8 +221,6 @@ def merge_method(
     elementwise: bool = False,
     statistics: StatisticsKind | None = None,
     weights: WeightsFunction | None = None,
-    in_runs: Sparsified | None = None,
-    time: MethodTime = "passes",
 ) -> Callable[[MergeFunction], MergeFunction]:
     """Register a merge method under the `name` that configs use.
 
@@ -230,8 +228,6 @@ def merge_method(
     With `statistics`, each input carries its model's statistics of the unit if there are any.
     `weights` returns each model's weight and refuses invalid ones. An `elementwise` method with
     `weights` must be that weighted sum, because the sum is then computed without calling it.
-    `in_runs` merges units that are too large for memory, with the same result.
-    `time` is what dominates the method's run time; `moemerge ls methods` lists it.
     """
 
     if elementwise and statistics is not None:
@@ -255,13 +251,35 @@ def merge_method(
                 *parameter_specs(options, per_model=False),
             ),
             statistics=statistics,
-            time=time,
+            time=getattr(function, _TIME, "passes"),
         )
+        in_runs = getattr(function, _IN_RUNS, None)
         method = MergeMethod(schema, function, per_model, options, elementwise, weights, in_runs)
         METHODS.add(name, method)
         return function
 
     return register
+
+
+_TIME = "moemerge_time"
+_IN_RUNS = "moemerge_in_runs"
+
+
+def declares(
+    *, time: MethodTime = "passes", in_runs: Sparsified | None = None
+) -> Callable[[MergeFunction], MergeFunction]:
+    """Declare more about a method. The decorator goes below `merge_method`.
+
+    `time` is what dominates the run time; `moemerge ls methods` lists it. `in_runs` merges units
+    that are too large for memory, with the same result.
+    """
+
+    def mark(function: MergeFunction) -> MergeFunction:
+        setattr(function, _TIME, time)
+        setattr(function, _IN_RUNS, in_runs)
+        return function
+
+    return mark
 
 
 def yaml_key(f: Any) -> str:

@@ -18,8 +18,7 @@ from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.merging import matching
 from moemerge.merging.coefficients import Weighing
-from moemerge.merging.kinds import PlannedKinds, PlannedTensor
-from moemerge.merging.matching import Destination, Destinations, UnitIndex
+from moemerge.merging.matching import Destination, Destinations, PlannedKinds, UnitIndex
 from moemerge.merging.method import METHODS, MergeMethod, UnitInfo, yaml_key
 from moemerge.merging.plan import (
     MERGED,
@@ -145,7 +144,7 @@ class Planner:
             info, blocks = planned
             if len(blocks) == 1 and len(blocks[0].planned) == 1:
                 fates = self._fates(to.layers, blocks[0].planned)
-                self._kinds.add(kind, PlannedTensor(info, blocks[0], fates))
+                self._kinds.add(kind, matching.PlannedTensor(info, blocks[0], fates))
         return planned
 
     def _tensor(
@@ -156,8 +155,9 @@ class Planner:
         units = index.by_tensor[name]
         architecture = index.model.architecture
         output = name if to.layer is None else architecture.at_layer(name, to.layer)
-        if self._keeps_router(units):
-            return self._kept_router(reference, units[0], output, to)
+        keep = self.merge.router_keep
+        if keep is not None and units[0].role in ROUTING_ROLES:
+            return self._kept_router(keep, reference, units[0], output, to)
         matches = {
             source.name: self._find_all(units, reference, source, to)
             for source in self._slice(to).models
@@ -333,14 +333,9 @@ class Planner:
 
     # -- copies ------------------------------------------------------------------------------
 
-    def _keeps_router(self, units: tuple[Unit, ...]) -> bool:
-        return self.merge.router_keep is not None and units[0].role in ROUTING_ROLES
-
     def _kept_router(
-        self, reference: str, unit: Unit, output: str, to: Destination
+        self, keep: str, reference: str, unit: Unit, output: str, to: Destination
     ) -> tuple[TensorInfo, list[MergeBlock]]:
-        keep = self.merge.router_keep
-        assert keep is not None
         index = self.index[keep]
         match = index.find(unit, self._key_in(keep, unit, to))
         if match is None:

@@ -271,7 +271,7 @@ def test_lore_minimises_its_objective(merge):
         fit = sum(((common + d - t) ** 2).sum() for d, t in zip(low_rank, tensors, strict=True))
         return fit + mu * sum(torch.linalg.svdvals(d).sum() ** 2 for d in low_rank)
 
-    from moemerge.merging.methods.lore import _shrunk
+    from moemerge.merging.methods.spectral import _shrunk
 
     target = tensors[0]
     best = _shrunk(target, mu)

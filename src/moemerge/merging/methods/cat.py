@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.method import ModelTensor, UnitInfo, declares, merge_method, param
 from moemerge.merging.methods._arithmetic import average, statistics_of
 from moemerge.merging.methods._spectra import nearest_orthogonal
 from moemerge.runtime.lazy import torch
@@ -29,9 +29,8 @@ class CatOptions:
     lambda_: float = param(1.0, key="lambda", help="factor on the sum of the trimmed task vectors")
 
 
-@merge_method(
-    "cat", base=BasePolicy.REQUIRED, options=CatOptions, statistics="gram", time="decompositions"
-)
+@merge_method("cat", base=BasePolicy.REQUIRED, options=CatOptions, statistics="gram")
+@declares(time="decompositions")
 def cat(inputs: Sequence[ModelTensor], base: Tensor, options: CatOptions, unit: UnitInfo) -> Tensor:
     """Trim the outputs of other models' task vectors that disturb a model's own inputs most.
 

@@ -13,6 +13,7 @@ from moemerge.merging.method import (
     Remark,
     UnitInfo,
     UnitStatistics,
+    declares,
     merge_method,
     param,
 )
@@ -69,8 +70,8 @@ class RegMeanOptions:
     options=RegMeanOptions,
     statistics="gram",
     weights=params_shares,
-    time="decompositions",
 )
+@declares(time="decompositions")
 def regmean(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: RegMeanOptions, unit: UnitInfo
 ) -> Tensor:
@@ -258,8 +259,8 @@ class LotOptions:
     options=LotOptions,
     statistics="gram",
     weights=params_shares,
-    time="decompositions",
 )
+@declares(time="decompositions")
 def lot(inputs: Sequence[ModelTensor], base: Tensor, options: LotOptions, unit: UnitInfo) -> Tensor:
     """Least squared error of each linear layer's change on the models' own inputs.
 
