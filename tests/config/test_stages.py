@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moemerge.config.stages import read_stages
+from moemerge.api.stages import read_stages
 from moemerge.errors import ConfigError
 
 FILE = """

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import moemerge
 from calibration import cases
 from moemerge.cli.routing_table import calibrate_report, diagnosis_report
-from moemerge.diagnosis.check import Lead, has_memorised
+from moemerge.diagnosis.run import Lead, has_memorised
 from moemerge.runtime.progress import Silent
 from moemerge.text.domains import load_domain
 from moemerge.text.tokens import load_tokenizer

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("lm_eval")
 
 from moemerge.errors import DataError
-from moemerge.verification.instructions import InstructionsVerifier
 from moemerge.verification.judgement import Grade
+from moemerge.verification.verifiers import InstructionsVerifier
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from moemerge.runtime.ranks import alone
 
 if TYPE_CHECKING:
     from moemerge.api.jobs import Files
-    from moemerge.composing.report import ComposeReport
+    from moemerge.composing.run import ComposeReport
     from moemerge.lockstep.report import RepairReport
     from moemerge.pruning.run import PruneReport
 

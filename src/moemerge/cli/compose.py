@@ -13,7 +13,7 @@ from moemerge.cli.samples import Samples, show_samples
 from moemerge.composing.settings import ComposeSettings
 
 if TYPE_CHECKING:
-    from moemerge.composing.report import ComposeReport
+    from moemerge.composing.run import ComposeReport
 
 EXAMPLES = """
   moemerge compose moe.yml composed/

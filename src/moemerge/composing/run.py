@@ -1,4 +1,4 @@
-"""Compose a MoE: compute the routers and copy the tensors."""
+"""Compose a MoE: compute the routers, copy the tensors, write the report and the model card."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moemerge.architectures.opened import OpenModel, open_model
-from moemerge.checkpoint import CheckpointPatch, CheckpointWriter, TensorInfo, parse_size
+from moemerge.checkpoint import CheckpointPatch, CheckpointWriter, TensorInfo, hub_ids, parse_size
 from moemerge.checkpoint.output import temporary_sibling
-from moemerge.composing.fit import FitDomain, fit_routers
+from moemerge.composing.fit import FitDomain, fit_routers, own_share
 from moemerge.composing.gates import (
     embedded_rows,
     hidden_rows,
@@ -25,10 +26,10 @@ from moemerge.composing.gates import (
     tokenize_prompts,
 )
 from moemerge.composing.job import ComposeJob, prepare
-from moemerge.composing.report import ComposeReport, compose_card
 from moemerge.composing.settings import ComposeConfig, ComposeSettings
 from moemerge.composing.tensors import ComposedTensor
 from moemerge.config.dump import config_data, dump_document
+from moemerge.config.settings import as_flags
 from moemerge.errors import ConfigError
 from moemerge.features.settings import StreamSettings, forward_dtype
 from moemerge.lockstep.inputs import settings_data
@@ -37,12 +38,14 @@ from moemerge.report.files import (
     CARD_NAME,
     CONFIG_NAME,
     REPORT_NAME,
+    in_code,
+    model_card,
     report_bytes,
     report_document,
 )
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.process import thread_pool
-from moemerge.runtime.progress import Progress
+from moemerge.runtime.progress import Progress, counted
 from moemerge.runtime.ranks import own_device
 from moemerge.text.domains import TextSettings, load_domain
 from moemerge.text.rows import TextSource
@@ -249,3 +252,59 @@ def _own_files(job: ComposeJob, report: ComposeReport) -> dict[str, bytes]:
         CARD_NAME: compose_card(report, config, job.settings).encode(),
         REPORT_NAME: report_bytes(document),
     }
+
+
+@dataclass(frozen=True)
+class ComposeReport:
+    """The part of a composition in `moemerge_report.json`."""
+
+    base: str
+    experts: tuple[str, ...]
+    shared_expert: str | None
+    architecture: str
+    gate_mode: str
+    experts_per_token: int
+    added_to: int  # experts that the base had already
+    attention: str | None  # the method by which attention was merged
+    settings: Mapping[str, Any]
+    output: str
+    output_tensors: int
+    output_bytes: int
+    output_parameters: int
+    dtypes: tuple[str, ...]
+    notices: tuple[str, ...]
+    routers: tuple[Mapping[str, Any], ...] = ()  # figures of fitted routers
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def own_share(self) -> float | None:
+        """The share of tokens whose first expert is their domain's: held out, if rows were."""
+        return own_share(self.routers) if self.routers else None
+
+
+def compose_card(report: ComposeReport, config: str, settings: ComposeSettings) -> str:
+    """Return the README of a composed model."""
+    given = settings.model_dump(exclude_defaults=True, exclude={"overwrite", "push_to_hub"})
+    numbered = enumerate(report.experts, report.added_to)
+    sources = [f"- expert {n}: `{in_code(name)}`" for n, name in numbered]
+    shared = [] if report.shared_expert is None else [report.shared_expert]
+    rest = f", merged with `{in_code(report.attention)}`" if report.attention else ""
+    lines = [f"- base: `{in_code(report.base)}`{rest}", *sources]
+    lines += [f"- shared expert: `{in_code(name)}`" for name in shared]
+    inputs = (report.base, *report.experts, *shared)
+    count = counted(report.added_to + len(report.experts), "expert")
+    made = f"{len(report.experts)} of them added" if report.added_to else "composed of dense models"
+    return model_card(
+        title=Path(report.output).name,
+        summary=f"A {report.architecture} model of {count}, {report.experts_per_token} per token, "
+        f"{made}. Routers: `{report.gate_mode}`.",
+        hub_models=list(dict.fromkeys(part for name in inputs for part in hub_ids(name))),
+        sections=[("Models", "\n".join(lines))],
+        config=config,
+        version=__version__,
+        tags=("moe", "moemerge"),
+        flags=as_flags(given),
+    )

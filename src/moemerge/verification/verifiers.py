@@ -1,4 +1,4 @@
-"""Verifiers by name, custom verifiers, a cache of judgements, and parallel checking.
+"""Verifiers by name, among them of instructions (IFEval) and custom ones; cached, parallel checks.
 
 A judgement is cached by its content, within a run and, with a file, across runs. Timeouts depend on
 the machine's load and undecided grades on its installation, so these two are not written to the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
 import sys
@@ -24,7 +25,6 @@ from moemerge.runtime.journals import LineStore
 from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.verification.code_checks import CodeVerifier
-from moemerge.verification.instructions import InstructionsVerifier
 from moemerge.verification.judgement import RIGHT, ComputedOnce, Fields, Grade, Judgement, Verifier
 from moemerge.verification.mathematics import MathVerifier
 from moemerge.verification.published import (
@@ -34,6 +34,7 @@ from moemerge.verification.published import (
     ThreeSecondsVerifier,
 )
 from moemerge.verification.words import ChoiceVerifier, ExactVerifier
+from moemerge.verification.workers import WorkerPool
 
 NAMES: Final = ("math", "code", "exact", "choice", "instructions")
 PUBLISHED: Final = ("last-number", "bare-math", "last-choice", "code-3s")
@@ -216,3 +217,53 @@ class CachedVerifier(Verifier):
                 f"{file.path} is damaged ({type(error).__name__}: {error})",
                 hint="remove it: its answers are judged again",
             ) from error
+
+
+INSTRUCTIONS_SECONDS: Final = 20.0  # per answer
+NEEDED: Final = ("lm_eval", "nltk", "langdetect", "immutabledict")
+
+
+class InstructionsVerifier(Verifier):
+    """Checks that a response follows all instructions of its row."""
+
+    name = "instructions"
+
+    def __init__(self, *, workers: int = 1, seconds: float = INSTRUCTIONS_SECONDS) -> None:
+        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+        if missing:
+            raise UsageError(
+                f"checking instructions needs {', '.join(missing)}, which is not installed",
+                hint='pip install "moemerge[eval]"',
+            )
+        self._pool = WorkerPool("instructions", size=workers, seconds=seconds)
+        self._seconds = seconds
+
+    def relevant(self, row: Fields) -> Any:
+        names, given = row.get("instruction_id_list"), row.get("kwargs")
+        lists = isinstance(names, list) and isinstance(given, list)
+        if not lists or not names or len(names) != len(given or ()):
+            raise DataError(
+                f"no instructions in a row with {', '.join(sorted(row))}",
+                hint="a row of IFEval has 'instruction_id_list' and as many 'kwargs'",
+            )
+        kept = [{k: v for k, v in (one or {}).items() if v is not None} for one in given or ()]
+        return [names, kept, str(row.get("prompt", ""))]
+
+    def check(self, row: Fields, response: str) -> Judgement:
+        if not response.strip():
+            return Judgement(Grade.NO_ANSWER, "an empty response")
+        names, given, prompt = self.relevant(row)
+        question = {"names": names, "given": given, "prompt": prompt, "response": response}
+        answer = self._pool.ask(question)
+        if answer is None:
+            return Judgement(Grade.TIMEOUT, f"checking took more than {self._seconds:g} s")
+        failed = [name for name, right in zip(names, answer["followed"], strict=True) if not right]
+        if answer["error"]:
+            return Judgement(Grade.UNDECIDED, answer["error"])
+        if not failed:
+            return RIGHT
+        share = f"{len(names) - len(failed)} of {len(names)} instructions followed"
+        return Judgement(Grade.WRONG, f"{share}; not {', '.join(failed)}")
+
+    def close(self) -> None:
+        self._pool.close()

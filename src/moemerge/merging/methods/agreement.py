@@ -1,4 +1,4 @@
-"""Methods that compare models element by element: consensus, PCB, RAM and SCE."""
+"""Methods that compare models element by element: consensus, PCB, RAM, SCE and Arcee Fusion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, UnitInfo, declares, merge_method, param
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, declares, merge_method, param
 from moemerge.merging.methods._arithmetic import chunks, flat, gram, scratch
 from moemerge.merging.methods._selection import keep_largest_, kept_count, ordered_at
 from moemerge.merging.methods._sparsify import Deltas, Sparsified, Thinning, trimming
@@ -320,3 +320,51 @@ def _variance(deltas: Sequence[Tensor]) -> Tensor:
             torch.sub(delta[at], deltas[0][at], out=deviation).sub_(mean)
             variance[at].addcmul_(deviation, deviation, value=share)
     return variance
+
+
+_ELEMENTS = 2**20  # compared at once
+_SPREAD = 1.5  # threshold above the median, in interquartile ranges
+
+
+@merge_method("arcee_fusion", base=BasePolicy.REQUIRED, options=NoParams, models=(1, 1))
+def arcee_fusion(
+    inputs: Sequence[ModelTensor], base: Tensor, options: NoParams, unit: UnitInfo
+) -> Tensor:
+    """Move the base's elements to the model's where the change is unusually important.
+
+    An element's importance is |θ - θ_0| times the divergence KL(softmax θ ‖ softmax θ_0) of its
+    row; elements at or above the median plus 1.5 interquartile ranges are taken from the model.
+    """
+    tensor = inputs[0].tensor
+    if base.numel() == 0 or base.dim() == 0:
+        return base.clone(memory_format=torch.contiguous_format)
+    importance = _importance(tensor, base)
+    low, middle, high = _quartiles(importance.flatten())
+    kept = importance >= middle + _SPREAD * (high - low)
+    return torch.where(kept, tensor, base).contiguous()
+
+
+def _importance(tensor: Tensor, base: Tensor) -> Tensor:
+    """Return the importance of every element in float64; nearby rows diverge in second order."""
+    rows, step = base.reshape(-1, base.shape[-1]), max(1, _ELEMENTS // max(1, base.shape[-1]))
+    others = tensor.reshape(rows.shape)
+    importance = torch.empty(rows.shape, dtype=torch.float64, device=base.device)
+    for start in range(0, len(rows), step):
+        p, q = others[start : start + step], rows[start : start + step]
+        log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+        divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1, keepdim=True)
+        torch.mul((p - q).abs(), divergence, out=importance[start : start + step])
+    return importance.view(base.shape)
+
+
+def _quartiles(values: Tensor) -> tuple[float, float, float]:
+    """Return the quartiles by linear interpolation, with the lower median."""
+    last = len(values) - 1
+    places = [share * last for share in (0.25, 0.75)]
+    around = [[int(place), min(int(place) + 1, last)] for place in places]
+    *ends, middle = ordered_at(values, [*around[0], *around[1], last // 2])
+    low, high = (
+        below * (1 - place % 1) + above * (place % 1)
+        for place, below, above in zip(places, ends[::2], ends[1::2], strict=True)
+    )
+    return low, middle, high
