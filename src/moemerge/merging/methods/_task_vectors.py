@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moemerge.architectures.roles import Role
 from moemerge.merging.method import ModelTensor, UnitInfo, param
@@ -194,13 +195,6 @@ def is_linear(base: Tensor, unit: UnitInfo) -> bool:
     return base.dim() == 2 and base.numel() > 0 and unit.role not in NOT_LINEAR
 
 
-def merge_others(inputs: Sequence[ModelTensor], base: Tensor, options: OthersOptions) -> Tensor:
-    """Merge norms, embeddings, heads and biases."""
-    if options.others == "base":
-        return base.clone(memory_format=torch.contiguous_format)
-    return weighted_sum([i.tensor for i in inputs], [1 / len(inputs)] * len(inputs))
-
-
 def changes(inputs: Sequence[ModelTensor], base: Tensor) -> list[Tensor]:
     """Return the task vectors of the models that changed this weight.
 
@@ -208,6 +202,27 @@ def changes(inputs: Sequence[ModelTensor], base: Tensor) -> list[Tensor]:
     stored dtype. Methods that normalise would otherwise amplify this rounding error.
     """
     return [i.tensor - base for i in inputs if not _is_unchanged(i.tensor, base)]
+
+
+def of_task_vectors(
+    function: Callable[[Tensor, list[Tensor], Any, UnitInfo], Tensor],
+) -> Callable[[Sequence[ModelTensor], Tensor, Any, UnitInfo], Tensor]:
+    """Make a merge function of a linear layer's base and `changes`, of which there is at least one.
+
+    Norms, embeddings, heads and biases are merged as the option `others` states.
+    """
+
+    @functools.wraps(function)
+    def merge(inputs: Sequence[ModelTensor], base: Tensor, options: Any, unit: UnitInfo) -> Tensor:
+        linear = is_linear(base, unit)
+        if not linear and options.others == "average":
+            return weighted_sum([i.tensor for i in inputs], [1 / len(inputs)] * len(inputs))
+        vectors = changes(inputs, base) if linear else []
+        if not vectors:
+            return base.clone(memory_format=torch.contiguous_format)
+        return function(base, vectors, options, unit)
+
+    return merge
 
 
 def _is_unchanged(tensor: Tensor, base: Tensor) -> bool:

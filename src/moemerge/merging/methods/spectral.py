@@ -14,9 +14,8 @@ from moemerge.merging.methods._arithmetic import weighted_sum
 from moemerge.merging.methods._spectra import Spectrum, flattened, orthogonal_sides
 from moemerge.merging.methods._task_vectors import (
     SpectralOptions,
-    changes,
     is_linear,
-    merge_others,
+    of_task_vectors,
 )
 from moemerge.runtime.lazy import torch
 
@@ -33,42 +32,34 @@ class IsoCtsOptions(SpectralOptions):
 
 @merge_method("iso_c", base=BasePolicy.REQUIRED, options=SpectralOptions)
 @declares(time="decompositions")
-def iso_c(
-    inputs: Sequence[ModelTensor], base: Tensor, options: SpectralOptions, unit: UnitInfo
-) -> Tensor:
+@of_task_vectors
+def iso_c(base: Tensor, vectors: list[Tensor], options: SpectralOptions, unit: UnitInfo) -> Tensor:
     """Add up the task vectors, and give every singular direction the mean strength.
 
     With Σ τ_i = U diag(s) Vᵀ the result is θ_0 + λ mean(s) U Vᵀ. Only directions within the
     numerical rank count: a low-rank update (LoRA) is not filled up with noise. If only one model
     changed a weight, its change is used unmodified.
     """
-    if not is_linear(base, unit):
-        return merge_others(inputs, base, options)
-    vectors = changes(inputs, base)
     if len(vectors) < 2:
-        return _plain(base, vectors, options.lambda_)
+        return (base + options.lambda_ * vectors[0]).contiguous()
     merged = flattened(torch.stack(vectors).sum(0))
     if merged is None:
-        return _plain(base, [], options.lambda_)
+        return base.clone(memory_format=torch.contiguous_format)
     return (base + options.lambda_ * merged).to(base.dtype).contiguous()
 
 
 @merge_method("iso_cts", base=BasePolicy.REQUIRED, options=IsoCtsOptions)
 @declares(time="decompositions")
-def iso_cts(
-    inputs: Sequence[ModelTensor], base: Tensor, options: IsoCtsOptions, unit: UnitInfo
-) -> Tensor:
+@of_task_vectors
+def iso_cts(base: Tensor, vectors: list[Tensor], options: IsoCtsOptions, unit: UnitInfo) -> Tensor:
     """As `iso_c`, with some directions reserved for each model alone.
 
     The leading `common` share of the directions of Σ τ_i = U_c diag(s) V_cᵀ stays; the rest is
     filled, in equal parts, with the leading directions of each (I - U_c U_cᵀ) τ_i. Both sides are
     made orthogonal (polar factors), and all directions get the mean strength.
     """
-    if not is_linear(base, unit):
-        return merge_others(inputs, base, options)
-    vectors = changes(inputs, base)
     if len(vectors) < 2:
-        return _plain(base, vectors, options.lambda_)
+        return (base + options.lambda_ * vectors[0]).contiguous()
     rank = min(base.shape)
     own = round((1 - options.common) * rank / len(vectors))
     shared = Spectrum.of(torch.stack(vectors).sum(0), most=rank - own * len(vectors))
@@ -78,7 +69,7 @@ def iso_cts(
         spectra.append(_outside(shared, vector.double(), own))
     values = torch.cat([s.values for s in spectra])
     if not len(values):
-        return _plain(base, [], options.lambda_)
+        return base.clone(memory_format=torch.contiguous_format)
     left, right = orthogonal_sides(spectra)
     merged = values.mean() * (left @ right.T)
     return (base + options.lambda_ * merged).to(base.dtype).contiguous()
@@ -95,29 +86,16 @@ def _outside(shared: Spectrum, tau: Tensor, most: int) -> Spectrum:
     return Spectrum(shared.rest @ inside.left, inside.values, inside.right)
 
 
-def _plain(base: Tensor, vectors: Sequence[Tensor], factor: float) -> Tensor:
-    """Return the base plus the only task vector, if any, without flattening."""
-    if not vectors:
-        return base.clone(memory_format=torch.contiguous_format)
-    return (base + factor * vectors[0]).contiguous()
-
-
 @merge_method("tsv", base=BasePolicy.REQUIRED, options=SpectralOptions)
 @declares(time="decompositions")
-def tsv(
-    inputs: Sequence[ModelTensor], base: Tensor, options: SpectralOptions, unit: UnitInfo
-) -> Tensor:
+@of_task_vectors
+def tsv(base: Tensor, vectors: list[Tensor], options: SpectralOptions, unit: UnitInfo) -> Tensor:
     """Give each model an equal share of the singular directions, and make them orthogonal.
 
     With τ_i = U_i diag(s_i) V_iᵀ cut to its k = ⌊rank / models⌋ leading directions and U, V the
     polar factors of [U_1 … U_T] and [V_1 … V_T], the result is θ_0 + λ U diag(s_1 … s_T) Vᵀ.
     Models that did not change the weight are left out; their share goes to the others.
     """
-    if not is_linear(base, unit):
-        return merge_others(inputs, base, options)
-    vectors = changes(inputs, base)
-    if not vectors:
-        return base.clone(memory_format=torch.contiguous_format)
     share = max(1, min(base.shape) // len(vectors))
     spectra = [Spectrum.of(vector, most=share) for vector in vectors]
     unit.check_stopped()
@@ -138,20 +116,16 @@ class OpcmOptions(SpectralOptions):
 
 @merge_method("opcm", base=BasePolicy.REQUIRED, options=OpcmOptions)
 @declares(time="decompositions")
-def opcm(
-    inputs: Sequence[ModelTensor], base: Tensor, options: OpcmOptions, unit: UnitInfo
-) -> Tensor:
+@of_task_vectors
+def opcm(base: Tensor, vectors: list[Tensor], options: OpcmOptions, unit: UnitInfo) -> Tensor:
     """Add task vectors one after another, each without its overlap with the sum so far.
 
     With the sum so far Δ = U diag(s) Vᵀ, the next τ loses the part U M Vᵀ: M is Uᵀ τ V in the block
     of the leading directions and on the diagonal, 0 elsewhere. The result is
     θ_0 + λ Δ mean(‖τ_i‖) / ‖Δ‖: the paper's factors of single steps cancel.
     """
-    if not is_linear(base, unit):
-        return merge_others(inputs, base, options)
-    vectors = changes(inputs, base)
     if len(vectors) < 2:
-        return _plain(base, vectors, options.lambda_)
+        return (base + options.lambda_ * vectors[0]).contiguous()
     total = vectors[0].double()
     for vector in vectors[1:]:
         unit.check_stopped()

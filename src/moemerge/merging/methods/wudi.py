@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, UnitInfo, declares, merge_method, param
+from moemerge.merging.method import UnitInfo, declares, merge_method, param
 from moemerge.merging.methods._arithmetic import flat
 from moemerge.merging.methods._selection import keep_largest_, kept_count
 from moemerge.merging.methods._spectra import Definite, Spectrum
 from moemerge.merging.methods._task_vectors import (
     OthersOptions,
-    changes,
-    is_linear,
-    merge_others,
+    of_task_vectors,
 )
 from moemerge.runtime.lazy import torch
 
@@ -53,9 +51,8 @@ class WudiOptions(OthersOptions):
 
 @merge_method("wudi", base=BasePolicy.REQUIRED, options=WudiOptions)
 @declares(time="steps")
-def wudi(
-    inputs: Sequence[ModelTensor], base: Tensor, options: WudiOptions, unit: UnitInfo
-) -> Tensor:
+@of_task_vectors
+def wudi(base: Tensor, deltas: list[Tensor], options: WudiOptions, unit: UnitInfo) -> Tensor:
     """Choose the task vector that interferes least with each model's own inputs.
 
     Minimises Σ_i ‖(τ - τ_i) τ_iᵀ‖² / ‖τ_i‖² over τ for each linear weight, starting at Σ τ_i;
@@ -65,11 +62,6 @@ def wudi(
     are averaged, because fine-tuned norms and embeddings contain what the models learnt.
     `others: base` drops their changes, as the authors of the HARC paper did.
     """
-    if not is_linear(base, unit):
-        return merge_others(inputs, base, options)
-    deltas = changes(inputs, base)
-    if not deltas:
-        return base.clone(memory_format=torch.contiguous_format)
     if options.solver == "exact":  # float32 rounding of weak directions would be amplified
         deltas = [delta.double() for delta in deltas]
     start, problem = _problem(deltas, options.targets)
@@ -239,9 +231,8 @@ class DogeOptions(OthersOptions):
 
 @merge_method("doge", base=BasePolicy.REQUIRED, options=DogeOptions)
 @declares(time="steps")
-def doge(
-    inputs: Sequence[ModelTensor], base: Tensor, options: DogeOptions, unit: UnitInfo
-) -> Tensor:
+@of_task_vectors
+def doge(base: Tensor, vectors: list[Tensor], options: DogeOptions, unit: UnitInfo) -> Tensor:
     """Add task vectors of equal size, corrected for conflicts outside their shared subspace.
 
     With l_i = eta / ‖τ_i‖ and P the leading directions of all models' leading left singular
@@ -249,11 +240,6 @@ def doge(
     projected by I - P Pᵀ; the result is θ_0 + Σ l_i (τ_i + Δ) on each model's largest elements.
     The mask is per unit; the paper's is over the whole model.
     """
-    if not is_linear(base, unit):
-        return merge_others(inputs, base, options)
-    vectors = changes(inputs, base)
-    if not vectors:
-        return base.clone(memory_format=torch.contiguous_format)
     scales = [options.eta / float(torch.linalg.vector_norm(v)) for v in vectors]
     correction = _correction(vectors, scales, options, unit)
     result = base.clone(memory_format=torch.contiguous_format)
