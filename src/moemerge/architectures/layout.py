@@ -60,7 +60,7 @@ class ExpertLayout:
     """The names of all stacks of one family."""
 
     stacks: dict[str, _Stack] = field(default_factory=dict)
-    tables: frozenset[str] = frozenset()
+    tables: frozenset[str] = frozenset()  # rows are experts, merged as one tensor
     roots: dict[str, Experts] = field(default_factory=dict)
     hidden_size: int | None = None
     num_experts: int | None = None
@@ -86,10 +86,6 @@ class ExpertLayout:
     def is_stack(self, rest: str) -> bool:
         """Return whether a name (relative to the layer, leading dot) is a stack of experts."""
         return rest in self.stacks
-
-    def is_table(self, rest: str) -> bool:
-        """Return whether a name is a table whose rows are experts, merged as one tensor."""
-        return rest in self.tables
 
     def split_expert(self, rest: str) -> tuple[str, int, str] | None:
         """Split one expert's name to (`.mlp.experts`, 3, `.up_proj.weight`); None for others."""

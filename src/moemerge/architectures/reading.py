@@ -130,7 +130,7 @@ class NameReader:
         return renamed
 
     def _layer_role(self, rest: str, shape: tuple[int, ...]) -> Role:
-        if self._layout.is_stack(rest) or self._layout.is_table(rest):
+        if self._layout.is_stack(rest) or rest in self._layout.tables:
             return Role.EXPERT
         if self.family is None:
             if names.looks_like_router(rest, shape):

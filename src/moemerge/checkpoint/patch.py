@@ -60,7 +60,6 @@ class CheckpointPatch:
         overwrite: bool = False,
         link: bool = False,
         inputs: Sequence[Path] = (),
-        shard_bytes: int = DEFAULT_SHARD_BYTES,
         quantised: Quantised = "keep",
     ) -> None:
         self.source = source
@@ -83,9 +82,7 @@ class CheckpointPatch:
         self._target: _PatchedCopy | _Rewritten = (
             _PatchedCopy(source, out, overwrite=overwrite, link=link, inputs=inputs)
             if in_place
-            else _Rewritten(
-                source, out, overwrite=overwrite, inputs=inputs, shard_bytes=shard_bytes
-            )
+            else _Rewritten(source, out, overwrite=overwrite, inputs=inputs)
         )
 
     @property
@@ -330,20 +327,14 @@ class _Rewritten:
     """Rewrites every tensor; those not replaced are read from the source on commit."""
 
     def __init__(
-        self,
-        source: Checkpoint,
-        out: Path,
-        *,
-        overwrite: bool,
-        inputs: Sequence[Path],
-        shard_bytes: int,
+        self, source: Checkpoint, out: Path, *, overwrite: bool, inputs: Sequence[Path]
     ) -> None:
         self._source = source
         self._added: set[str] = set()
         self._writer = CheckpointWriter(
             out,
             [TensorInfo.of(i.name, i.dtype, i.shape) for i in source.tensors.values()],
-            shard_bytes=shard_bytes,
+            shard_bytes=DEFAULT_SHARD_BYTES,
             overwrite=overwrite,
             inputs=inputs,
         )

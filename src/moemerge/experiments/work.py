@@ -87,16 +87,12 @@ def run_work(items: Sequence[WorkItem], workers: Workers) -> Iterator[Outcome]:
                 yield from state.finish(outcome)
             alone = {item.key for item in lost if len(lost) == 1}
             if alone & deadly:
-                yield from state.finish(Outcome(lost[0], error=_died()))
+                what = "a worker process died of this, most likely for want of memory"
+                error = ResourceError(what, hint="use fewer `jobs`")
+                yield from state.finish(Outcome(lost[0], error=error))
             else:
                 suspects += lost
             deadly |= alone
-
-
-def _died() -> ResourceError:
-    return ResourceError(
-        "a worker process died of this, most likely for want of memory", hint="use fewer `jobs`"
-    )
 
 
 @dataclass(frozen=True)

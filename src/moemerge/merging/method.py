@@ -88,14 +88,6 @@ class Remark(StrEnum):
 Facts = Mapping[str, float | int | str]
 
 
-def _never() -> bool:
-    return False
-
-
-def _ignore(remark: Remark, facts: Facts) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class UnitInfo:
     """Metadata of the unit that a method merges."""
@@ -103,8 +95,8 @@ class UnitInfo:
     key: str
     role: Role
     seed: int = 0
-    stopped: Callable[[], bool] = _never
-    remark: Callable[[Remark, Facts], None] = _ignore  # add a remark to the report
+    stopped: Callable[[], bool] = lambda: False
+    remark: Callable[[Remark, Facts], None] = lambda remark, facts: None  # adds to the report
 
     def check_stopped(self) -> None:
         """Raise if the merge was stopped. Slow methods call it regularly, so that Ctrl-C works."""

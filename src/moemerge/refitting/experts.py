@@ -190,8 +190,9 @@ class ProjectionFit:
             sums = ready.pop(expert, None) or self._sums(routings, problem, expert)
             if self._is_own(expert):
                 waiting.append((expert, sums, overlap.mark()))
-            # Every rank has the sums of its next expert now, so all ranks fit at once.
-            if self._ends_turn(expert) and len(waiting) > overlap.ahead:
+            # Once every rank has the sums of its next expert, all ranks fit at once.
+            is_last = self._owner(expert) == self.ranks.count - 1
+            if is_last and len(waiting) > overlap.ahead:
                 fits |= self._fit(*waiting.pop(0), ridge, overlap)
         for last in waiting:
             fits |= self._fit(*last, ridge, overlap)
@@ -246,10 +247,6 @@ class ProjectionFit:
 
     def _is_own(self, expert: int) -> bool:
         return self._owner(expert) == self.ranks.rank
-
-    def _ends_turn(self, expert: int) -> bool:
-        """Return whether every rank has been assigned one more expert."""
-        return self._owner(expert) == self.ranks.count - 1
 
 
 def sample_size(shape: Sequence[int]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +26,6 @@ from moemerge.report.files import (
 )
 from moemerge.runtime.files import write_file
 from moemerge.runtime.progress import counted
-from moemerge.runtime.ranks import Ranks
 from moemerge.tuning.job import TuningJob
 from moemerge.version import __version__
 
@@ -220,11 +218,6 @@ class TunedOutput:
 
     def __exit__(self, *_: object) -> None:
         self._place.abort()
-
-
-def open_tuned_output(job: TuningJob, ranks: Ranks) -> AbstractContextManager[TunedOutput | None]:
-    """Open the output on rank 0, which writes it; refuse one that must not be written."""
-    return TunedOutput(job) if ranks.leads else nullcontext()
 
 
 def needed_bytes(job: TuningJob) -> int:

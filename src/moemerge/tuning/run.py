@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,7 +30,7 @@ from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks, asked_for
 from moemerge.text.rows import source_names
 from moemerge.tuning.job import TuningJob, TuningRequest, check_request
-from moemerge.tuning.output import CurvePoint, TunedOutput, TuningReport, open_tuned_output
+from moemerge.tuning.output import CurvePoint, TunedOutput, TuningReport
 
 if TYPE_CHECKING:
     from moemerge.tuning.trainer import Tuner
@@ -49,7 +49,11 @@ def run_tuning(request: TuningRequest, progress: Progress) -> TuningReport:
     begun = time.monotonic()
     job = check_request(request)
     ranks = Ranks.join(job.device)
-    with open_tuned_output(job, ranks) as output, _states(job, ranks) as states:
+    # Rank 0 writes the output, and refuses one that must not be written.
+    with (
+        TunedOutput(job) if ranks.leads else nullcontext() as output,
+        _states(job, ranks) as states,
+    ):
         saved = ranks.broadcast_object(states.latest() if states is not None else None)
         folder = ranks.broadcast_object(states.folder if states is not None else None)
         assert folder is not None

@@ -53,7 +53,8 @@ class Tuner(SFTTrainer):  # type: ignore[misc,unused-ignore]
             return
         folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(trained_tensors(self.model), folder / TRAINED)
+        saved = {name: value.detach().cpu() for name, value in _trained(self.model)}
+        torch.save(saved, folder / TRAINED)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         file = Path(resume_from_checkpoint) / TRAINED
@@ -68,10 +69,6 @@ class Tuner(SFTTrainer):  # type: ignore[misc,unused-ignore]
 
 def _trained(model: Any) -> Iterator[tuple[str, Tensor]]:
     return ((name, value) for name, value in model.named_parameters() if value.requires_grad)
-
-
-def trained_tensors(model: Any) -> dict[str, Tensor]:
-    return {name: value.detach().cpu() for name, value in _trained(model)}
 
 
 class _Watch(TrainerCallback):

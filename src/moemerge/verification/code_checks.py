@@ -88,9 +88,9 @@ def program_of(response: str, tests: Tests) -> str | None:
     candidates = [*blocks, "\n".join(blocks), *whole]
     programs = [code for code in candidates if code.strip() and _parses(code)]
     if tests.entry_point:
-        defining = [code for code in programs if _defines(code, tests.entry_point)]
-        if defining:
-            return _with_preamble(defining[0], tests)
+        for code in programs:
+            if any(tests.entry_point in _names(node) for node in ast.parse(code).body):
+                return _with_preamble(code, tests)
         for code in candidates:
             if tests.prompt and code.strip() and _parses(tests.prompt + code):
                 return tests.prompt + code
@@ -114,10 +114,6 @@ def _parses(code: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
-
-
-def _defines(code: str, name: str) -> bool:
-    return any(name in _names(node) for node in ast.parse(code).body)
 
 
 def _names(node: ast.stmt) -> list[str]:

@@ -61,7 +61,9 @@ def plan_tokenizer(
     models = tuple(m for m in dict.fromkeys((first, *order)) if m in embedding_rows)
     donor = settings.source if isinstance(settings.source, ModelRef) else first
     _require(vocabularies, (donor, *models))
-    own = {m: _with_rows(vocabularies[m], embedding_rows[m]) for m in models}
+    own = {  # the tokens whose id is a row of the embedding
+        m: {t: i for t, i in vocabularies[m].ids.items() if i < embedding_rows[m]} for m in models
+    }
 
     donated, dropped = _trim(vocabularies[donor], embedding_rows.get(donor))
     extra: list[AddedToken] = []
@@ -114,11 +116,6 @@ def _require(vocabularies: Mapping[ModelRef, Vocabulary], models: Iterable[Model
             f"no tokenizer was found for {', '.join(missing)}",
             hint="put tokenizer.json into the model's folder, or leave `tokenizer` out",
         )
-
-
-def _with_rows(vocabulary: Vocabulary, rows: int) -> dict[str, int]:
-    """Return the tokens whose id is a row of the embedding."""
-    return {t: i for t, i in vocabulary.ids.items() if i < rows}
 
 
 def _trim(donor: Vocabulary, rows: int | None) -> tuple[Vocabulary, frozenset[str]]:

@@ -58,8 +58,9 @@ def tokenizer_files(plan: TokenizerPlan) -> dict[str, bytes]:
         if content is not None:
             files[name] = to_json(edit(content, plan))
     if not plan.vocabulary.has_tokenizer_json:
-        config = read_json(folder / "tokenizer_config.json") or {}
-        files["tokenizer_config.json"] = to_json(_listing_all(config, plan))
+        config = _without_dropped(read_json(folder / "tokenizer_config.json") or {}, plan)
+        config["added_tokens_decoder"] = _decoder(plan.vocabulary)
+        files["tokenizer_config.json"] = to_json(config)
     return files
 
 
@@ -99,14 +100,6 @@ def _tokenizer_config(content: dict[str, Any], plan: TokenizerPlan) -> dict[str,
     if "added_tokens_decoder" in kept:
         kept["added_tokens_decoder"] = _decoder(plan.vocabulary)
     return kept
-
-
-def _listing_all(content: dict[str, Any], plan: TokenizerPlan) -> dict[str, Any]:
-    """List the added tokens in tokenizer_config.json if there is no tokenizer.json."""
-    return {
-        **_without_dropped(content, plan),
-        "added_tokens_decoder": _decoder(plan.vocabulary),
-    }
 
 
 def _without_dropped(content: dict[str, Any], plan: TokenizerPlan) -> dict[str, Any]:
