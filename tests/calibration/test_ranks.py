@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from calibration import cases
-from moemerge.errors import DataError
+from moemerge.errors import CheckpointError, DataError, ResourceError
 from moemerge.runtime.ranks import LostRankError
 from moemerge.text.batches import divided, make_batches
 from moemerge.text.domains import Domain
@@ -62,18 +62,45 @@ def test_a_process_that_dies_ends_the_others_and_one_resumes(
     assert off(tmp_path / "alone", tmp_path / "out", case.merged) < 1e-5
 
 
+# Rank 1 cannot read some of the weights that it reads for both.
+CANNOT_READ = """
+import os
+from moemerge.checkpoint.reader import Checkpoint
+from moemerge.errors import CheckpointError
+read = Checkpoint.read
+def fails(self, name, *how):
+    if "layers.1." in name and "experts" in name:
+        raise CheckpointError("the disk fails")
+    return read(self, name, *how)
+if os.environ["RANK"] == "1":
+    Checkpoint.read = fails
+"""
+
+
+def test_weights_that_one_process_cannot_read_end_all(
+    zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    case = cases.make_case(zoo_folder("olmoe"), tmp_path, rows=8)
+    options = {"sources": case.sources, "data": case.data, **EXACT}
+    one = job("calibrate", case.merged, tmp_path / "out", report=tmp_path / "report", **options)
+    (code, words), (own_code, own_words) = together({2: [one]}, before=CANNOT_READ)
+    assert (code, own_code) == (ResourceError.exit_code, CheckpointError.exit_code)
+    assert f"{case.merged} cannot be read by rank 1, which reads parts of it for rank 0" in words
+    assert own_words.startswith("the disk fails")
+
+
 # Rank 1 is on a machine that has no journal.
 ELSEWHERE = """
 import os, pathlib
 if os.environ["RANK"] == "1":
-    is_dir, opened = pathlib.Path.is_dir, pathlib.Path.open
-    def seen(self, **how):
-        return ".journal" not in str(self) and is_dir(self, **how)
+    isdir, opened = os.path.isdir, pathlib.Path.open
+    def seen(path):
+        return ".journal" not in str(path) and isdir(path)
     def read(self, *how, **more):
         if ".journal" in str(self):
             raise FileNotFoundError(self)
         return opened(self, *how, **more)
-    pathlib.Path.is_dir, pathlib.Path.open = seen, read
+    os.path.isdir, pathlib.Path.open = seen, read
 """
 
 

@@ -197,8 +197,16 @@ def reports(done: tuple[Path, Path], name: str) -> list[Any]:
     ]
 
 
+def read_once(done: tuple[Path, Path], name: str) -> None:
+    """All ranks together have read what one process reads."""
+    one, *others = (report["bytes_read"]["files"] for report in reports(done, name))
+    assert one > 0
+    assert others == [one] * len(others)
+
+
 def same_routers(done: tuple[Path, Path], jobs: Jobs, name: str) -> None:
     family, settings, close = CALIBRATIONS[name]
+    read_once(done, name)
     assert off(*(folder / name for folder in done), jobs.cases[family].merged) < close
     names = ("tokens", "mismatch_before", "mismatch_after", "top1_before", "top1_after")
     figures = [
@@ -258,6 +266,7 @@ def same_bytes(done: tuple[Path, Path], _: Jobs, name: str) -> None:
 
 def same_maps(done: tuple[Path, Path], jobs: Jobs, name: str) -> None:
     family, settings = REFITS[name]
+    read_once(done, name)
     assert off(*(folder / name for folder in done), jobs.cases[family].merged) < 1e-4
     alone, *others = reports(done, name)
     assert alone["layers"]

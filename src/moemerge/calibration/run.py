@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 
@@ -48,7 +49,7 @@ class Calibration(RepairSteps[CalibrationSettings, CalibrationJob, CalibrationRe
         with open_lockstep(
             job.sides,
             job.batches,
-            job.stream,
+            replace(job.stream, readers=job.ranks),
             layers=routers.layers,
             need=memory_need(job),
             progress=run.progress,

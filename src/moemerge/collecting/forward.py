@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from moemerge.collecting.job import CollectingJob
 from moemerge.errors import ArchitectureError
 from moemerge.features.input_hooks import InputHooks, UnitMap
 from moemerge.features.routers import Anatomy
-from moemerge.features.settings import StreamSettings
 from moemerge.features.spill import Offload
 from moemerge.features.stops import Call, Rerun
 from moemerge.features.stream import ModelStream
@@ -103,7 +102,7 @@ def run_forward(job: CollectingJob, progress: Progress) -> Iterator[Forward]:
     """Stream the model once; inside the context, all stored states exist."""
     keeper = _InputKeeper(job)
     # Offloaded states are stored for the backward pass anyway.
-    settings = StreamSettings(job.stream.device, job.stream.dtype, offload="device")
+    settings = replace(job.stream, offload="device")
     with ModelStream(
         job.model.checkpoint,
         job.batches,

@@ -167,7 +167,8 @@ def prepare(request: DiagnosisRequest, ranks: Ranks, text: JobText | None = None
             d for d in text.check if other.name not in sources or d.name == check_domain(other.name)
         ]
         notices += check_same_tokens(read, text.tokenizer, other, what=other.what, hint=SAME_MODELS)
-    stream = StreamSettings(device, forward_dtype(settings.dtype, model, device), settings.offload)
+    dtype = forward_dtype(settings.dtype, model, device)
+    stream = StreamSettings(device, dtype, settings.offload, readers=ranks)
     return DiagnosisJob(request, subjects, sources, routers, text, stream, tuple(notices), ranks)
 
 

@@ -19,6 +19,7 @@ from moemerge.features.spill import SMALLEST, Offload
 from moemerge.features.weights import PINNED_BYTES, Weights
 from moemerge.runtime.devices import available_memory, gpu_memory, is_out_of_memory
 from moemerge.runtime.dtypes import parse_dtype
+from moemerge.runtime.ranks import SINGLE, Ranks
 from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, gpu_batch_tokens
 
 CPU = torch.device("cpu")
@@ -43,6 +44,8 @@ class StreamSettings:
     gather: bool | None = None  # hand out a domain's inputs as one block
     spill_folder: Path | None = None
     spill_smallest: int = SMALLEST  # bytes of a storage that is worth offloading
+    # The processes that run the same stream. Those on one machine read every weight once together.
+    readers: Ranks = SINGLE
 
     @property
     def prefetches(self) -> bool:

@@ -205,6 +205,7 @@ class ModelStream:
 
     def _schedule(self) -> Iterator[Stop]:
         self._progress.start("streaming", len(self.anatomy.layers), unit="layers")
+        self.weights.stored.share(self.settings.readers)
         with self.stopwatch.span("wait for weights"):
             self.weights.place(self.weights.fetch(self._root))
         self.weights.check(self._root, "the resident part")
@@ -439,9 +440,8 @@ class ModelStream:
         if pause.kind in ("router", "module"):
             what = "its router" if pause.kind == "router" else pause.key
             return f"in layer {self._layer}, before {what}"
-        if self._layer is None:
-            return "in the embeddings"
-        return f"in the output of layer {self._layer}"
+        layer = self._layer
+        return "in the embeddings" if layer is None else f"in the output of layer {layer}"
 
     def _raise_error_of(self, worker: Worker) -> None:
         if worker.error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from moemerge.checkpoint.reader import Checkpoint
 from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.features.loading import NameMap, Recipe, keeps_float32, map_names, tied_names
+from moemerge.features.stored_reads import StoredReads
 from moemerge.runtime.gpu import BUFFER_BYTES, uploads_to
 from moemerge.runtime.process import thread_pool
 from moemerge.runtime.timing import Stopwatch
@@ -79,6 +81,7 @@ class Weights:
         self._as_stored = as_stored
         self._tied = tied_names(model)
         self._stopwatch = stopwatch or Stopwatch(device)
+        self.stored = StoredReads(checkpoint, self._stopwatch)
         readers = READERS if device.type == "cpu" else UPLOAD_READERS
         self._uploads = uploads_to(device, UPLOAD_BUFFERS)
         self._ahead: tuple[str, Future[dict[str, Tensor]]] | None = None
@@ -97,6 +100,7 @@ class Weights:
         # The readers first: otherwise a started part would be read to its end.
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._background.shutdown(wait=True, cancel_futures=True)
+        self.stored.close()
         if self._uploads is not None:
             # Copies that were sent may still write to memory that is freed now.
             with suppress(RuntimeError):  # a failed GPU, whose error was raised already
@@ -138,7 +142,7 @@ class Weights:
         self._background.submit(self._advise, tuple(names))
 
     def _advise(self, names: Iterable[str]) -> None:
-        for name in names:
+        for name in self.stored.own(names):
             recipe = self._recipe(name)
             for _, stored in () if recipe is None else recipe.sources:
                 self.checkpoint.prefetch(stored)
@@ -222,38 +226,43 @@ class Weights:
 
     def _read(self, part: Fetch) -> dict[str, Tensor]:
         begin = time.perf_counter()
-        jobs = [self._pool.submit(self._fill, piece) for piece in part.pieces]
+        jobs = [self._pool.submit(self._fill, *numbered) for numbered in enumerate(part.pieces)]
+        for job in jobs if self.stored.in_order else ():
+            job.result()
         made = dict(part.tensors)
+        numbers = itertools.count(len(jobs))
         for recipe in part.others:
-            made.update(self._convert(recipe))
-        for done in jobs:
-            done.result()
+            made.update(self._convert(recipe, numbers))
+        for job in jobs:
+            job.result()
+        self.stored.finish()
         made.update({name: made[target] for name, target in part.tied.items()})
         size = sum(tensor.numel() * tensor.element_size() for tensor in made.values())
         seconds = time.perf_counter() - begin
-        self._stopwatch.aside("read", seconds, size)
+        self._stopwatch.aside("read", seconds)
         label, count = self.checkpoint.label, len(made)
         logger.debug("read %d tensors of %s, %s, %.3f s", count, label, format_size(size), seconds)
         return made
 
-    def _fill(self, piece: StoredSlice) -> None:
+    def _fill(self, number: int, piece: StoredSlice) -> None:
         if self._uploads is None:
-            self._read_into(piece, piece.slot)
+            self._read_into(number, piece, piece.slot)
             return
         with self._uploads.buffer() as pinned:
             host = pinned.like(piece.slot)
-            self._read_into(piece, host)
+            self._read_into(number, piece, host)
             pinned.send(host, piece.slot)
 
-    def _read_into(self, piece: StoredSlice, out: Tensor) -> None:
+    def _read_into(self, number: int, piece: StoredSlice, out: Tensor) -> None:
         if self.checkpoint.tensors[piece.name].dtype.torch == out.dtype:
-            self.checkpoint.read(piece.name, piece.rows, out)
+            self.stored.obtain(number, piece.name, piece.rows, out)
         else:
-            out.copy_(self.checkpoint.read(piece.name, piece.rows))
+            out.copy_(self.stored.obtain(number, piece.name, piece.rows))
 
-    def _convert(self, recipe: Recipe) -> dict[str, Tensor]:
+    def _convert(self, recipe: Recipe, numbers: Iterator[int]) -> dict[str, Tensor]:
         dtype = self._dtype_of(recipe.target)
-        made = recipe.convert(self.model, lambda name: self.checkpoint.read(name).to(dtype))
+        obtain = self.stored.obtain
+        made = recipe.convert(self.model, lambda name: obtain(next(numbers), name).to(dtype))
         if self._uploads is None:
             return made
         return {name: value.contiguous().pin_memory() for name, value in made.items()}
@@ -353,9 +362,9 @@ class Weights:
             unrun.result()
 
     def _check_on_disk(self, names: Iterable[str]) -> None:
-        for name in names:
+        for name in self.stored.own(names):
             for _, stored in self.names.recipes[name].sources:
-                value = self.checkpoint.read(stored)
+                value = self.stored.read(stored)
                 if value.is_floating_point() and not _is_finite(value):
                     raise self._not_finite([name])
 

@@ -30,6 +30,7 @@ from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.request import RepairRequest, open_models, open_output
 from moemerge.lockstep.warm_up import WarmUp
 from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.process import disk_bytes_read
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks, own_device
 from moemerge.text.batches import Batch, make_batches, own_share
@@ -136,7 +137,7 @@ def run_repair(request: RepairRequest[S], progress: Progress, steps: RepairSteps
     A run that is killed or interrupted leaves a journal of its finished entries next to OUT. Under
     torchrun each process computes a share, and rank 0 writes.
     """
-    start = time.perf_counter()
+    start, read_before = time.perf_counter(), disk_bytes_read()
     settings = request.settings
     ranks = Ranks.join(resolve_device(settings.device))
     progress = ranks.progress(progress)
@@ -157,6 +158,10 @@ def run_repair(request: RepairRequest[S], progress: Progress, steps: RepairSteps
                 progress.note(notice)
             report = steps.compute(job, RepairRun(output, warm_up, progress, start))
             computed = time.perf_counter()
+            if "read" in report.timings.beside:
+                files = ranks.total(report.timings.beside["read"][1], device)
+                disk = ranks.disk_bytes_since(read_before)
+                report = replace(report, bytes_read={"files": files, "disk": disk})
             ranks.barrier()  # other ranks may still read the journal
             report = steps.with_rounding(report, ranks.broadcast_object(output.write()))
             output.finish(output_files(job.request, merged, report))

@@ -41,6 +41,8 @@ class RepairReport(ABC):
     # Figures of `diagnose` on the held-out rows, for the merge and the result, each on its own
     # features. None if they were not measured.
     diagnosis: Mapping[str, Any] | None = None
+    # Bytes of weights that the streams of all ranks read: of the files, and from the disk.
+    bytes_read: Mapping[str, int | None] | None = None
 
     @staticmethod
     def request_fields(request: RepairRequest[Any]) -> dict[str, Any]:
@@ -87,6 +89,7 @@ class RepairReport(ABC):
             "dtype": self.dtype,
             "offload": self.offload,
             "memory_estimate": self.memory,
+            **({} if self.bytes_read is None else {"bytes_read": dict(self.bytes_read)}),
             "resumed": self.resumed,
             **self.own_json(),
             "layers": list(self.layers),

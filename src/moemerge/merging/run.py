@@ -301,7 +301,7 @@ def run_merge(
             remarks=outcome.remarks.to_json(),
             tasks=tasks,
             requantised=target.errors.to_json(),
-            disk_bytes_read=_disk_bytes_since(job.read_before, ranks),
+            disk_bytes_read=ranks.disk_bytes_since(job.read_before),
             notices=(*report.notices, *outcome.notices()),
             seconds=time.perf_counter() - job.started,
         )
@@ -309,14 +309,6 @@ def run_merge(
             _commit(writer, job, report)
     report = replace(report, seconds=time.perf_counter() - job.started)
     return ranks.broadcast_object(report)
-
-
-def _disk_bytes_since(before: int | None, ranks: Ranks) -> int | None:
-    """Return what all ranks have read from the disk; None if it is not counted."""
-    now = disk_bytes_read()
-    own = None if now is None or before is None else now - before
-    known = [number for number in ranks.gather(own) if number is not None]
-    return sum(known) if len(known) == ranks.count else None
 
 
 def write_placeholder(job: MergeJob, out: Path) -> None:

@@ -250,6 +250,8 @@ class RefitLoop:
     def _stored_tensors(self, plan: LayerPlan) -> dict[str, Tensor]:
         stream = self.streams.merged.stream
         tensors, self._tensors = self._tensors, {}
+        if not self.ranks.leads:
+            return {}  # rank 0 writes
         for hook in plan.linear.values():
             weight = parameter(stream.model, hook.weight)
             tensors.update(stored_linear(stream.checkpoint, self.units.linear(hook), weight))

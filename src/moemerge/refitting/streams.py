@@ -207,7 +207,7 @@ def build_streams(
     """
     needs = Needs(job.ranks)
     stopwatch = Stopwatch(job.stream.device)
-    settings = replace(job.stream, offload=offload, gather=False)
+    settings = replace(job.stream, offload=offload, gather=False, readers=job.ranks)
     runners: dict[str, Runner] = {}
     try:
         for name in ("", *job.sources):

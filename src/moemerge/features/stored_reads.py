@@ -1,0 +1,74 @@
+"""Read stored tensors, count their bytes, and share the reads with the ranks of one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from moemerge.checkpoint.reader import Checkpoint
+from moemerge.runtime.ranks import Ranks, SharedReads
+from moemerge.runtime.timing import Stopwatch
+
+
+class StoredReads:
+    """Reads tensors of a checkpoint. Thread-safe.
+
+    The stopwatch counts the bytes on disk that this process reads. After `share`, the ranks of this
+    machine read the same parts, and each tensor is read by one of them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, stopwatch: Stopwatch) -> None:
+        self.checkpoint = checkpoint
+        self._stopwatch = stopwatch
+        self._shared: SharedReads | None = None
+
+    def share(self, ranks: Ranks) -> None:
+        self._shared = ranks.shared_reads()
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the tensors of a part are obtained in the order of their numbers."""
+        return self._shared is not None
+
+    def own(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield the names whose tensors this rank processes for its machine."""
+        shared = self._shared
+        return (name for n, name in enumerate(names) if shared is None or shared.reads(n))
+
+    def obtain(
+        self,
+        number: int,
+        name: str,
+        rows: tuple[int, int] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Read a tensor or rows of it, or receive them from the rank that reads this number."""
+        shared = self._shared
+        if shared is None:
+            return self.read(name, rows, out)
+        info = self.checkpoint.tensors[name]
+        if out is None:
+            out = torch.empty(info.block_shape(rows), dtype=info.dtype.torch)
+        shared.obtain(number, out, lambda: self.read(name, rows, out))
+        return out
+
+    def finish(self) -> None:
+        """End a part, whose tensors were numbered from 0. Raise if a rank could not read."""
+        if self._shared is not None:
+            self._shared.finish(self.checkpoint.label)
+
+    def read(
+        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Read a tensor or rows of it in this process."""
+        info = self.checkpoint.tensors[name]
+        count = info.rows if rows is None else rows[1] - rows[0]
+        self._stopwatch.aside("read", 0.0, info.stored_bytes * count // max(1, info.rows))
+        return self.checkpoint.read(name, rows, out)
+
+    def close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
