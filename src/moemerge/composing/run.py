@@ -40,8 +40,7 @@ from moemerge.report.files import (
     REPORT_NAME,
     in_code,
     model_card,
-    report_bytes,
-    report_document,
+    report_file,
 )
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.process import thread_pool
@@ -50,7 +49,6 @@ from moemerge.runtime.ranks import own_device
 from moemerge.text.domains import TextSettings, load_domain
 from moemerge.text.rows import TextSource
 from moemerge.text.tokens import load_tokenizer
-from moemerge.version import __version__
 
 COPIERS = 4  # threads that copy tensors
 
@@ -245,12 +243,11 @@ def _copy(
 def _own_files(job: ComposeJob, report: ComposeReport) -> dict[str, bytes]:
     """Return the two configs, the report and the model card."""
     config = dump_document(config_data(job.config, absolute=True))
-    document = report_document(__version__, **{COMPOSITION: report.to_json()})
     return {
         "config.json": (json.dumps(dict(job.model_config), indent=2) + "\n").encode(),
         CONFIG_NAME: config.encode(),
         CARD_NAME: compose_card(report, config, job.settings).encode(),
-        REPORT_NAME: report_bytes(document),
+        REPORT_NAME: report_file(**{COMPOSITION: report.to_json()}),
     }
 
 
@@ -304,7 +301,6 @@ def compose_card(report: ComposeReport, config: str, settings: ComposeSettings) 
         hub_models=list(dict.fromkeys(part for name in inputs for part in hub_ids(name))),
         sections=[("Models", "\n".join(lines))],
         config=config,
-        version=__version__,
         tags=("moe", "moemerge"),
         flags=as_flags(given),
     )

@@ -18,13 +18,7 @@ from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelLike
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.lockstep.models import layers_among, pair_routing, require_same_family
-from moemerge.report.files import (
-    CARD_NAME,
-    CONFIG_NAME,
-    REPORT_NAME,
-    report_bytes,
-    report_document,
-)
+from moemerge.report.files import CARD_NAME, CONFIG_NAME, REPORT_NAME, report_file
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.progress import Progress
 from moemerge.version import __version__
@@ -108,8 +102,7 @@ def _provenance(folder: Path, report: SwapReport) -> dict[str, bytes]:
     """Replace the statements about replaced routers in the model's report and card."""
     layers = ", ".join(map(str, report.layers))
     words = f"The routers of layers {layers} are those of `{report.routers_of}`"
-    document = report_document(__version__, swap=report.to_json())
-    files = {REPORT_NAME: report_bytes(document)}
+    files = {REPORT_NAME: report_file(swap=report.to_json())}
     if os.path.isfile(folder / CARD_NAME):
         made = f"put there by `moemerge swap-routers` {__version__}; all other statements here hold"
         section = f"{words}, {made} of `{report.model}`, from which all other tensors come."

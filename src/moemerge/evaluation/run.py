@@ -37,7 +37,6 @@ from moemerge.runtime.files import make_folder, write_whole
 from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.rows import write_rows
-from moemerge.version import __version__
 
 RESULTS = "results.json"
 
@@ -162,7 +161,7 @@ def _keep(job: EvaluationJob, scored: Sequence[ScoredTask], report: EvaluationRe
         folder = make_folder(out, "losses", file_name(text.name))
         for model, losses in text.documents.items():
             write_rows(folder / f"{file_name(model)}.jsonl", losses.rows())
-    document = report_document(__version__, evaluation=report.to_json())
+    document = report_document(evaluation=report.to_json())
     write_whole(out / RESULTS, report_bytes(document))
     if job.request.output.report is not None:
         write_scores_page(page_document(report, scored, document), job.request.output.report)

@@ -23,15 +23,8 @@ from moemerge.exporting.settings import ExpertLayoutName
 from moemerge.exporting.units import StoredUnits, loaded_architecture
 from moemerge.features.loading import map_stored
 from moemerge.lockstep.output_files import earlier_report
-from moemerge.report.files import (
-    CARD_NAME,
-    CONFIG_NAME,
-    REPORT_NAME,
-    report_bytes,
-    report_document,
-)
+from moemerge.report.files import CARD_NAME, CONFIG_NAME, REPORT_NAME, report_file
 from moemerge.runtime.progress import Progress, counted, first_few
-from moemerge.version import __version__
 
 SHARD_BYTES: Final = 5 * 10**9
 BLOCK_BYTES: Final = 64 * 2**20
@@ -210,5 +203,4 @@ def _add_companions(model: OpenModel, report: ConvertReport, writer: CheckpointW
             writer.add_file(checkpoint.path / name)
     earlier = earlier_report(checkpoint.path)
     parts = {n: part for n, part in earlier.items() if isinstance(part, dict)}
-    document = report_document(__version__, **{**parts, "convert": report.to_json()})
-    writer.add_bytes(REPORT_NAME, report_bytes(document))
+    writer.add_bytes(REPORT_NAME, report_file(**{**parts, "convert": report.to_json()}))

@@ -40,14 +40,12 @@ from moemerge.report.files import (
     REPORT_NAME,
     in_code,
     model_card,
-    report_bytes,
-    report_document,
+    report_file,
 )
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.files import write_file
 from moemerge.runtime.progress import Progress, counted, first_few
-from moemerge.version import __version__
 
 DEFAULT_RANK: Final = 16
 BLOCK_BYTES: Final = 64 * 2**20  # of a matrix in float32 that is read at once
@@ -437,11 +435,10 @@ def _companions(report: ExtractLoraReport) -> dict[str, bytes]:
         hub_models=hub_ids(report.base),
         sections=[("Extraction", words)],
         config=config,
-        version=__version__,
         tags=("lora", "peft", "moemerge"),
     )
     return {
         CONFIG_NAME: config.encode(),
         CARD_NAME: card.encode(),
-        REPORT_NAME: report_bytes(report_document(__version__, extract_lora=report.to_json())),
+        REPORT_NAME: report_file(extract_lora=report.to_json()),
     }

@@ -29,7 +29,7 @@ from moemerge.report.files import (
     in_markdown,
     model_card,
     report_bytes,
-    report_document,
+    report_file,
 )
 from moemerge.report.words import with_error
 from moemerge.runtime.checksums import update_checksum
@@ -61,7 +61,7 @@ def output_files(
     card = _card(folder / CARD_NAME, earlier, report, config, flags if whole else None)
     return {
         CONFIG_NAME: config.encode(),
-        REPORT_NAME: report_bytes(report_document(__version__, **parts)),
+        REPORT_NAME: report_file(**parts),
         CARD_NAME: card.encode(),
     }
 
@@ -147,7 +147,6 @@ def _card(
         hub_models=[part for m in named if m for part in hub_ids(str(m))],
         sections=[("Models", "\n".join(models)), (repair.card_title, report.card_section)],
         config=config,
-        version=__version__,
         flags=flags,
     )
 

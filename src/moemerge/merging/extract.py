@@ -22,20 +22,12 @@ from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.merging.kept import KEPT_MANIFEST, LEFT, MASK, REST, RIGHT, part_name, rebuild_unit
 from moemerge.merging.matching import UnitIndex, require_one_family, require_shape
 from moemerge.registry import did_you_mean
-from moemerge.report.files import (
-    CARD_NAME,
-    CONFIG_NAME,
-    REPORT_NAME,
-    model_card,
-    report_bytes,
-    report_document,
-)
+from moemerge.report.files import CARD_NAME, CONFIG_NAME, REPORT_NAME, model_card, report_file
 from moemerge.runtime.checksums import CHECKSUMS, verify_checksums
 from moemerge.runtime.files import file_digest, read_object
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.progress import Progress
 from moemerge.statistics.provenance import model_fingerprint
-from moemerge.version import __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,7 +140,6 @@ def _require_parts(
 
 def _companions(checkpoint: Checkpoint, report: ExtractReport) -> dict[str, bytes]:
     """Return a report and a card that describe the extracted model instead of the merge."""
-    document = report_document(__version__, extract=report.to_json())
     config = checkpoint.path / CONFIG_NAME
     text = config.read_text(encoding="utf-8") if os.path.isfile(config) else ""
     card = model_card(
@@ -157,9 +148,8 @@ def _companions(checkpoint: Checkpoint, report: ExtractReport) -> dict[str, byte
         hub_models=[],
         sections=[],
         config=text,
-        version=__version__,
     )
-    return {REPORT_NAME: report_bytes(document), CARD_NAME: card.encode()}
+    return {REPORT_NAME: report_file(extract=report.to_json()), CARD_NAME: card.encode()}
 
 
 class _Parts:

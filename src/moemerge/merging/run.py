@@ -52,15 +52,13 @@ from moemerge.report.files import (
     in_code,
     in_markdown,
     model_card,
-    report_bytes,
-    report_document,
+    report_file,
 )
 from moemerge.runtime.devices import check_device, host_memory, resolve_device
 from moemerge.runtime.process import disk_bytes_read, paused_collector
 from moemerge.runtime.progress import Progress, counted
 from moemerge.runtime.ranks import SINGLE, Ranks, alone, neighbours, own_device
 from moemerge.text.rows import check_text
-from moemerge.version import __version__
 
 if TYPE_CHECKING:
     from moemerge.statistics.file import Statistics
@@ -323,8 +321,7 @@ def write_placeholder(job: MergeJob, out: Path) -> None:
 
 
 def _commit(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> None:
-    document = report_document(__version__, merge=report.to_json())
-    writer.add_bytes(REPORT_NAME, report_bytes(document))
+    writer.add_bytes(REPORT_NAME, report_file(merge=report.to_json()))
     for model in job.plan.models:
         model.checkpoint.require_unchanged()
     writer.commit()
@@ -390,7 +387,6 @@ def merge_card(report: MergeReport, config: str) -> str:
         hub_models=[part for m in report.models for part in hub_ids(m.reference)],
         sections=[("Models", inputs)],
         config=config,
-        version=__version__,
         flags=as_flags(report.settings),
     )
 

@@ -14,18 +14,24 @@ from typing import Any
 from moemerge.runtime.checksums import REPORT_NAME as REPORT_NAME
 from moemerge.runtime.checksums import report_bytes as report_bytes
 from moemerge.runtime.files import write_whole
+from moemerge.version import __version__
 
 CONFIG_NAME = "moemerge_config.yml"
 CARD_NAME = "README.md"
 
 
-def report_document(version: str, **parts: dict[str, Any] | None) -> dict[str, Any]:
+def report_document(**parts: dict[str, Any] | None) -> dict[str, Any]:
     """Return a document with one part per job, and a header with version and time."""
     return {
-        "moemerge": version,
+        "moemerge": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **{name: part for name, part in parts.items() if part is not None},
     }
+
+
+def report_file(**parts: dict[str, Any] | None) -> bytes:
+    """Return the content of such a document's file."""
+    return report_bytes(report_document(**parts))
 
 
 CARD = """---
@@ -67,7 +73,6 @@ def model_card(
     hub_models: Sequence[str],
     sections: Sequence[tuple[str, str]],
     config: str,
-    version: str,
     tags: Sequence[str] = ("merge", "moemerge"),
     flags: Sequence[str] | None = (),
 ) -> str:
@@ -87,7 +92,7 @@ def model_card(
         summary=summary,
         sections=body.rstrip("\n") + "\n" if body else "",
         config=config if config.endswith("\n") else config + "\n",
-        version=version,
+        version=__version__,
         again=f"makes this model again{needed}"
         if flags is not None
         else "lacks rows that were in memory",

@@ -21,8 +21,7 @@ from moemerge.report.files import (
     REPORT_NAME,
     in_code,
     model_card,
-    report_bytes,
-    report_document,
+    report_file,
 )
 from moemerge.runtime.files import write_file
 from moemerge.runtime.progress import counted
@@ -114,19 +113,17 @@ def tuning_files(report: TuningReport, folder: Path) -> dict[str, bytes]:
     config = dump_document({"tune": _command(report)})
     earlier = earlier_report(folder)
     parts = {n: part for n, part in earlier.items() if isinstance(part, dict)}
-    document = report_document(__version__, **{**parts, TUNING: report.to_json()})
     card = model_card(
         title=Path(report.output).name,
         summary=_summary(report),
         hub_models=hub_ids(report.model),
         sections=[("Training", _words(report))],
         config=config,
-        version=__version__,
         tags=("moe", "sft", "moemerge"),
     )
     return {
         CONFIG_NAME: config.encode(),
-        REPORT_NAME: report_bytes(document),
+        REPORT_NAME: report_file(**{**parts, TUNING: report.to_json()}),
         CARD_NAME: card.encode(),
     }
 
