@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from moemerge.architectures import families
+from moemerge.runtime.progress import Silent
 
 EXPERTS = 8
 TOP_K = 2
@@ -309,6 +310,30 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
         with safe_open(shard, framework="pt") as opened:
             found.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
     return found
+
+
+@contextlib.contextmanager
+def edited(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of a model in one file, and write what was made of them."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    yield tensors
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    """Change keys of config.json."""
+    (folder / "config.json").write_text(json.dumps(read_config(folder) | values))
+
+
+class Notes(Silent):
+    """Progress that remembers what was said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.said.append(message)
 
 
 def perturb(folder: Path, out: Path, seed: int, scale: float = 0.02) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from calibration import cases, dense
-from moemerge.architectures.opened import open_model
 from moemerge.checkpoint import Checkpoint
 from moemerge.features.router_stream import RouterStream
-from moemerge.lockstep.models import StoredRouters
 from moemerge.text.batches import make_batches
 from moemerge.text.domains import Domain
 
@@ -243,13 +240,3 @@ def test_shards_are_kept(case_of: CaseOf, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | added
     index = "model.safetensors.index.json"
     assert (tmp_path / "out" / index).read_bytes() == (case.merged / index).read_bytes()
-
-
-def test_a_router_is_read_with_its_bias(case_of: CaseOf) -> None:
-    model = open_model("merged", case_of("gpt_oss").merged)
-    infos = model.architecture.routers()
-    router = StoredRouters(model, infos).weights(infos[0])
-    assert router.matrix.shape == (zoo.EXPERTS, zoo.HIDDEN + 1)
-    assert router.bias is not None
-    assert torch.equal(router.matrix[:, -1], router.bias.double())
-    assert json.loads((model.checkpoint.path / "config.json").read_text())

@@ -9,30 +9,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import moemerge
+import zoo
 from calibration import cases
 from moemerge.cli.routing_table import calibrate_report
 from moemerge.diagnosis.page import loss_notices
-
-
-class Notes:
-    """Progress that remembers what was said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def start(self, what: str, total: int, *, unit: str) -> None: ...
-
-    def advance(self, amount: int) -> None: ...
-
-    def status(self, message: str) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def note(self, message: str) -> None:
-        self.said.append(message)
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +67,13 @@ def test_routers_that_suit_no_expert_are_told(zoo_folder: Any, tmp_path: Path) -
     """Sources whose routers send every token to the wrong experts."""
     case = cases.make_case(zoo_folder("olmoe", num_hidden_layers=2), tmp_path, rows=110)
     for folder in case.sources.values():
-        file = folder / "model.safetensors"
-        tensors = load_file(file)
-        for name in tensors:
-            if name.endswith("mlp.gate.weight"):
-                tensors[name] = -3.0 * tensors[name]
-            elif ".experts." in name:
-                tensors[name] = 4.0 * tensors[name]
-        save_file(tensors, file, metadata={"format": "pt"})
-    notes = Notes()
+        with zoo.edited(folder) as tensors:
+            for name in tensors:
+                if name.endswith("mlp.gate.weight"):
+                    tensors[name] = -3.0 * tensors[name]
+                elif ".experts." in name:
+                    tensors[name] = 4.0 * tensors[name]
+    notes = zoo.Notes()
     report = case.calibrate(tmp_path / "out", progress=notes)
     assert report.diagnosis is not None
     rose = {
@@ -116,7 +97,7 @@ def test_it_can_be_left_out(case: cases.Case, tmp_path: Path) -> None:
 def test_rows_that_were_fitted_are_never_called_held_out(case: cases.Case, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("".join(case.data["code"].read_text().splitlines(keepends=True)[:20]))
-    out, notes = tmp_path / "out", Notes()
+    out, notes = tmp_path / "out", zoo.Notes()
     report = case.calibrate(out, data={**case.data, "code": few}, progress=notes)
     figures = report.diagnosis
     assert figures is not None
@@ -138,11 +119,9 @@ def test_a_source_that_cannot_be_run_still_gives_its_routers(
     case: cases.Case, tmp_path: Path
 ) -> None:
     broken = Path(cases.shutil.copytree(case.sources["math"], tmp_path / "math"))
-    shard = broken / "model.safetensors"
-    tensors = load_file(shard)
-    del tensors["model.norm.weight"]
-    save_file(tensors, shard, metadata={"format": "pt"})
-    notes = Notes()
+    with zoo.edited(broken) as tensors:
+        del tensors["model.norm.weight"]
+    notes = zoo.Notes()
     report = case.calibrate(
         tmp_path / "out", sources={**case.sources, "math": broken}, progress=notes
     )
@@ -152,7 +131,7 @@ def test_a_source_that_cannot_be_run_still_gives_its_routers(
 
 
 def test_text_that_cannot_be_read_is_one_error(case: cases.Case, tmp_path: Path) -> None:
-    broken, notes = tmp_path / "broken.jsonl", Notes()
+    broken, notes = tmp_path / "broken.jsonl", zoo.Notes()
     broken.write_text('{"conversations": [{"from": "human", "value": "one"}]}\n' * 120)
     with pytest.raises(moemerge.DataError, match="needs a chat template"):
         case.calibrate(tmp_path / "out", data={**case.data, "math": broken}, progress=notes)
@@ -166,7 +145,7 @@ def test_what_is_to_be_said_of_the_text_is_said_once(case: cases.Case, tmp_path:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         data[name] = tmp_path / f"{name}.jsonl"
         data[name].write_text("".join(json.dumps({**row, "id": 1}) + "\n" for row in rows))
-    notes = Notes()
+    notes = zoo.Notes()
     report = moemerge.calibrate(
         case.merged, tmp_path / "out", sources=case.sources, data=data, progress=notes
     )

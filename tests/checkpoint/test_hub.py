@@ -19,10 +19,10 @@ import huggingface_hub
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
 
 import moemerge as package
 import processes
+import zoo
 from calibration import cases
 from moemerge.errors import CheckpointError, NumericalError
 
@@ -195,9 +195,8 @@ def test_a_repaired_model_is_uploaded_once_it_is_whole(
 def spoilt(model: Path, out: Path) -> Path:
     """A copy whose last layer holds a NaN."""
     shutil.copytree(model, out)
-    tensors = load_file(out / "model.safetensors")
-    tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    with zoo.edited(out) as tensors:
+        tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
     return out
 
 

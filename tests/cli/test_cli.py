@@ -11,7 +11,6 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import zoo
 from moemerge import __version__ as moemerge_version
@@ -111,10 +110,8 @@ def test_broken_checkpoints_exit_3(config, models, tmp_path):
 
 
 def test_nan_exits_4(config, models, tmp_path):
-    file = models[2] / "model.safetensors"
-    tensors = load_file(file)
-    tensors["lm_head.weight"][0] = torch.nan
-    save_file(tensors, file, metadata={"format": "pt"})
+    with zoo.edited(models[2]) as tensors:
+        tensors["lm_head.weight"][0] = torch.nan
     refused(moemerge("merge", config, tmp_path / "out"), 4, "lm_head.weight", "--allow-nonfinite")
     assert not list(tmp_path.glob("*out*"))
 

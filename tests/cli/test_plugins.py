@@ -100,9 +100,7 @@ def test_what_a_plugin_brings_is_listed(plugin: Path) -> None:
 
 def test_a_family_of_ones_own_is_known(plugin: Path, zoo_folder, tmp_path: Path) -> None:
     folder = zoo.perturb(zoo_folder("olmoe"), tmp_path / "own", 1)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "test_family", "architectures": ["TestFamilyForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config))
+    zoo.edit_config(folder, model_type="test_family", architectures=["TestFamilyForCausalLM"])
     assert json.loads(moemerge("inspect", folder, "--json"))["family"] is None
     known = json.loads(moemerge("inspect", folder, "--json", "--plugin", plugin))
     assert (known["family"], known["experts"]) == ("Test", zoo.EXPERTS)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import zoo
 from evidence.scoring import accuracy
 from moemerge.config.faults import parse_settings
 from moemerge.data.job import DataRequest
@@ -125,20 +126,12 @@ def test_with_a_chat_template_rows_are_conversations(folder, prompts, tmp_path):
     assert [turn["role"] for turn in turns] == ["system", "user", "assistant"]
 
 
-class Notes(Silent):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, message: str) -> None:
-        self.lines.append(message)
-
-
 def test_what_a_sandbox_holds_is_said_before_programs_run(folder, tmp_path):
-    path, notes = tmp_path / "p.jsonl", Notes()
+    path, notes = tmp_path / "p.jsonl", zoo.Notes()
     path.write_text(json.dumps({"prompt": "1+1=", "tests": "assert f() == 1"}) + "\n")
     values = {"keep": "all", "verify": "code", "allow_code": True}
     report = run_data(request(folder, tmp_path / "o.jsonl", prompts=[path], **values), notes)
-    assert notes.lines[0].startswith("programs run in a sandbox (")
+    assert notes.said[0].startswith("programs run in a sandbox (")
     assert sum(report.answers.grades.values()) == 1
 
 

@@ -14,20 +14,12 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import moemerge
+import zoo
 from calibration import cases
 from moemerge.cli.routing_table import calibrate_report, diagnosis_report
 from moemerge.diagnosis.run import Lead, has_memorised
-from moemerge.runtime.progress import Silent
 from moemerge.text.domains import load_domain
 from moemerge.text.tokens import load_tokenizer
-
-
-class Notes(Silent):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def note(self, message: str) -> None:
-        self.said.append(message)
 
 
 def shown(table: Any) -> str:
@@ -185,7 +177,7 @@ def test_a_source_that_was_trained_on_its_text_is_noticed(
     cases.zoo.tiny_tokenizer(merged)
 
     def said(data: Path, check: Path) -> list[str]:
-        notes = Notes()
+        notes = zoo.Notes()
         found = moemerge.diagnose(
             merged, sources={"math": math}, data={"math": data}, check={"math": check},
             progress=notes,

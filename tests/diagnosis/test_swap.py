@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import moemerge
 import zoo
@@ -107,10 +106,8 @@ def test_routers_that_are_not_finite_are_refused(
     zoo_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     donor = Path(shutil.copytree(zoo_folder("olmoe"), tmp_path / "donor"))
-    file = donor / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.layers.1.mlp.gate.weight"][2, 3] = torch.nan
-    save_file(tensors, file, metadata={"format": "pt"})
+    with zoo.edited(donor) as tensors:
+        tensors["model.layers.1.mlp.gate.weight"][2, 3] = torch.nan
     with pytest.raises(NumericalError, match=r"layers\.1\.mlp\.gate\.weight holds NaN"):
         moemerge.swap_routers(zoo_folder("olmoe"), donor, tmp_path / "out")
     assert not (tmp_path / "out").exists()

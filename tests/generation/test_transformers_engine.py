@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import quantised_zoo as qz
+import zoo
 from moemerge.config.faults import parse_settings
 from moemerge.errors import NumericalError, ResourceError
 from moemerge.generation import transformers_engine
@@ -15,17 +16,8 @@ from moemerge.generation.drawing import draw, signed, uniform
 from moemerge.generation.engine import CompletionRequest, Finish
 from moemerge.generation.settings import GenerationSettings
 from moemerge.generation.transformers_engine import TransformersEngine, end_tokens
-from moemerge.runtime.progress import Silent
 
 PROMPTS = [(5, 9, 30), (7,), (100, 3, 4, 80, 6, 11, 12), (5, 9, 31), (60, 61)]
-
-
-class Notes(Silent):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, message: str) -> None:
-        self.lines.append(message)
 
 
 def settings(**values) -> GenerationSettings:
@@ -40,7 +32,7 @@ def wanted(samples: int = 1) -> list[CompletionRequest]:
 
 
 def generated(folder, tokenizer, given, asked, notes=None) -> dict[tuple[int, int], list[int]]:
-    engine = TransformersEngine(folder, tokenizer, given, notes or Notes())
+    engine = TransformersEngine(folder, tokenizer, given, notes or zoo.Notes())
     answers = {(c.prompt, c.sample): c for c in engine.generate(asked, len(asked))}
     assert len(answers) == len(asked)
     assert all(c.finish in (Finish.STOP, Finish.LENGTH) for c in answers.values())
@@ -96,21 +88,21 @@ def test_neighbours_order_and_the_size_of_a_batch_change_nothing(with_tokenizer,
 
 
 def test_models_with_other_caches_run_in_padded_batches_and_say_so(with_tokenizer, numbers):
-    notes = Notes()
+    notes = zoo.Notes()
     engine = TransformersEngine(with_tokenizer("gpt_oss"), numbers, settings(), notes)
-    assert "padded batches" in notes.lines[0]
+    assert "padded batches" in notes.said[0]
     engine.close()
 
 
 def test_stop_texts_end_a_completion_and_are_cut_off(with_tokenizer, numbers):
     folder = with_tokenizer("olmoe")
-    whole = TransformersEngine(folder, numbers, settings(max_new_tokens=40), Notes())
+    whole = TransformersEngine(folder, numbers, settings(max_new_tokens=40), zoo.Notes())
     text = next(iter(whole.generate([wanted()[0]], 1))).text
     words = text.split()
     stop = f" {words[10]} {words[11]}"
     before = text[: text.index(stop)]
     given = settings(max_new_tokens=40, stop=[stop, "never"])
-    engine = TransformersEngine(folder, numbers, given, Notes())
+    engine = TransformersEngine(folder, numbers, given, zoo.Notes())
     done = next(iter(engine.generate([wanted()[0]], 1)))
     assert done.text == before
     assert done.finish is Finish.STOP
@@ -118,7 +110,7 @@ def test_stop_texts_end_a_completion_and_are_cut_off(with_tokenizer, numbers):
 
 
 def test_a_prompt_that_fills_the_context_fails_alone(with_tokenizer, numbers):
-    engine = TransformersEngine(with_tokenizer("olmoe"), numbers, settings(), Notes())
+    engine = TransformersEngine(with_tokenizer("olmoe"), numbers, settings(), zoo.Notes())
     asked = [
         CompletionRequest(0, 0, (5,) * 256),
         CompletionRequest(1, 0, (5,) * 250),
@@ -136,10 +128,10 @@ def test_what_does_not_fit_is_refused_with_an_estimate(with_tokenizer, numbers, 
     folder = with_tokenizer("olmoe")
     monkeypatch.setattr(transformers_engine, "available_memory", lambda device: 1000)
     with pytest.raises(ResourceError, match=r"(?s)needs .* for its weights.*engine=.server"):
-        TransformersEngine(folder, numbers, settings(), Notes())
+        TransformersEngine(folder, numbers, settings(), zoo.Notes())
     engine = None
     monkeypatch.undo()
-    engine = TransformersEngine(folder, numbers, settings(), Notes())
+    engine = TransformersEngine(folder, numbers, settings(), zoo.Notes())
     monkeypatch.setattr(transformers_engine, "available_memory", lambda device: 1000)
     with pytest.raises(ResourceError, match="one completion of 19 tokens needs"):
         list(engine.generate(wanted(), 5))
@@ -152,4 +144,4 @@ def test_a_model_whose_logits_are_nan_is_refused(with_tokenizer, numbers) -> Non
     tensors["model.norm.weight"].fill_(float("nan"))
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(NumericalError, match="its logits are NaN"):
-        TransformersEngine(folder, numbers, settings(), Notes())
+        TransformersEngine(folder, numbers, settings(), zoo.Notes())

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import moemerge
 import zoo
@@ -189,10 +188,8 @@ def test_a_sum_in_pieces_is_the_methods_own(models, tmp_path, monkeypatch, lengt
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_non_finite_input_is_named_and_stops_whatever_its_weight(models, tmp_path, bad, method):
     name = "model.layers.1.mlp.experts.5.down_proj.weight"
-    file = models[1] / "model.safetensors"
-    tensors = load_file(file)
-    tensors[name][0, :3] = bad
-    save_file(tensors, file, metadata={"format": "pt"})
+    with zoo.edited(models[1]) as tensors:
+        tensors[name][0, :3] = bad
     settings = config(method, models)
     if method == "linear":  # summed chunk by chunk
         settings["models"][0]["parameters"] = {"weight": 0.0}
@@ -231,10 +228,8 @@ def test_task_arithmetic_by_hand(models, tmp_path):
 
 def test_huge_but_finite_values_are_no_fault(models, tmp_path):
     """The quick check is a sum, which may overflow though every term is finite."""
-    file = models[1] / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"][:] = 3e38
-    save_file(tensors, file, metadata={"format": "pt"})
+    with zoo.edited(models[1]) as tensors:
+        tensors["model.norm.weight"][:] = 3e38
     moemerge.merge(config("task_arithmetic", models), tmp_path / "out")
 
 
@@ -248,11 +243,9 @@ def test_integer_tensors_must_agree(tmp_path, zoo_folder):
     report = moemerge.merge(settings, tmp_path / "out")
     (reason,) = report.models[0].copied
     assert reason == "integers, equal in all models"
-    file = other / "model.safetensors"
-    tensors = load_file(file)
-    name = next(n for n in tensors if n.endswith("tid2eid"))
-    tensors[name] = (tensors[name] + 1) % 8
-    save_file(tensors, file, metadata={"format": "pt"})
+    with zoo.edited(other) as tensors:
+        name = next(n for n in tensors if n.endswith("tid2eid"))
+        tensors[name] = (tensors[name] + 1) % 8
     with pytest.raises(CheckpointError, match=r"integer tensor .*tid2eid differs between"):
         moemerge.merge(settings, tmp_path / "out2")
     assert not (tmp_path / "out2").exists()

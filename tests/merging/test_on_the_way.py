@@ -17,7 +17,6 @@ from merging.gathered import is_linear, open_model, unit_tensors
 from moemerge.config.settings import MergeSettings
 from moemerge.errors import ConfigError, DataError, NumericalError, ResourceError
 from moemerge.merging import run as merging_run
-from moemerge.runtime.progress import Silent
 from moemerge.statistics.provenance import all_units
 
 CPU = MergeSettings(device="cpu")
@@ -38,17 +37,7 @@ def models(zoo_folder, tmp_path_factory):
     return folder
 
 
-class Notes(Silent):
-    """Progress that remembers what was said."""
-
-    def __init__(self):
-        self.said = []
-
-    def note(self, message):
-        self.said.append(message)
-
-
-class Looking(Notes):
+class Looking(zoo.Notes):
     """And which statistics lay in hidden folders of a folder meanwhile."""
 
     def __init__(self, folder):
@@ -222,9 +211,8 @@ def test_what_fails_on_the_way_leaves_nothing(models, tmp_path):
     with pytest.raises(DataError, match=r"data 'code': no such file"):
         moemerge.merge(missing, tmp_path / "a" / "out", settings=CPU)
     broken = zoo.perturb(models / "math", tmp_path / "broken", 9)
-    tensors = zoo.tensors(broken)
-    tensors["model.norm.weight"][0] = float("nan")
-    zoo.save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with zoo.edited(broken) as tensors:
+        tensors["model.norm.weight"][0] = float("nan")
     settings["models"][0]["model"] = str(broken)
     with pytest.raises(NumericalError):
         moemerge.merge(settings, tmp_path / "b" / "out", settings=CPU)

@@ -242,10 +242,8 @@ def test_layer_numbers_in_a_config_follow_the_slices(tmp_path):
 def test_a_count_of_half_layers_follows_the_slices(tmp_path):
     """LongCat-Flash may count its attentions besides, two in a layer."""
     model = zoo.build("longcat_flash", tmp_path / "m")
-    config = zoo.read_config(model)
-    layers = config["num_layers"]
-    both = config | {"num_hidden_layers": 2 * layers}
-    (model / "config.json").write_text(json.dumps(both))
+    layers = zoo.read_config(model)["num_layers"]
+    zoo.edit_config(model, num_hidden_layers=2 * layers)
     moemerge.merge(stack(model, (0, layers), (layers - 1, layers)), tmp_path / "out")
     result = zoo.read_config(tmp_path / "out")
     assert (result["num_layers"], result["num_hidden_layers"]) == (layers + 1, 2 * layers + 2)

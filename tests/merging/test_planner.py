@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import moemerge
 import zoo
@@ -22,15 +21,8 @@ from moemerge.merging.run import plan_merge
 
 def edit(folder: Path, change) -> None:
     """Rewrite a single-file checkpoint's tensors."""
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-def edit_config(folder: Path, **values) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    with zoo.edited(folder) as tensors:
+        change(tensors)
 
 
 @pytest.fixture
@@ -456,7 +448,7 @@ def test_dtype_casts_inputs_before_the_arithmetic(olmoe, tmp_path):
 
 def test_quantised_models_are_refused(olmoe, tmp_path):
     _, a, b = olmoe
-    edit_config(b, quantization_config={"quant_method": "gptq"})
+    zoo.edit_config(b, quantization_config={"quant_method": "gptq"})
     with pytest.raises(ArchitectureError, match="is quantised"):
         moemerge.merge(linear([a, b]), tmp_path / "out")
 
@@ -464,7 +456,7 @@ def test_quantised_models_are_refused(olmoe, tmp_path):
 def test_unknown_moe_merges_tensor_by_tensor_with_a_notice(tmp_path, zoo_folder):
     base = tmp_path / "base"
     shutil.copytree(zoo_folder("olmoe"), base)
-    edit_config(base, model_type="brand_new_moe", architectures=["BrandNewForCausalLM"])
+    zoo.edit_config(base, model_type="brand_new_moe", architectures=["BrandNewForCausalLM"])
     other = zoo.perturb(base, tmp_path / "other", 1)
     report = moemerge.merge(linear([base, other]), tmp_path / "out")
     assert any("unknown MoE architecture 'brand_new_moe'" in n for n in report.notices)

@@ -68,10 +68,8 @@ def test_changed_and_repeated_rows_are_refused(zoo_folder: Folder, tmp_path: Pat
 
 def test_equal_rows_of_the_source_are_refused(zoo_folder: Folder, tmp_path: Path) -> None:
     base = shutil.copytree(zoo_folder("olmoe"), tmp_path / "base")
-    (shard,) = base.glob("*.safetensors")
-    tensors = load_file(shard)
-    tensors["model.layers.0.mlp.gate.weight"][4] = tensors["model.layers.0.mlp.gate.weight"][1]
-    save_file(tensors, shard, metadata={"format": "pt"})
+    with zoo.edited(base) as tensors:
+        tensors["model.layers.0.mlp.gate.weight"][4] = tensors["model.layers.0.mlp.gate.weight"][1]
     pruned = slice_experts(base, tmp_path / "pruned", {layer: [0, 1, 2] for layer in range(3)})
     with pytest.raises(ArchitectureError, match=r"layer 0: .*row 1 equals 2 rows"):
         found(pruned, base)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -101,11 +100,9 @@ def test_similar_experts_are_removed_first(
 ) -> None:
     """Expert 3 of layer 1 is made a copy of expert 5: of the two, the lesser has score 0."""
     twin = shutil.copytree(base, tmp_path / "twin")
-    (shard,) = twin.glob("*.safetensors")
-    tensors = load_file(shard)
-    for name in [n for n in tensors if ".layers.1.mlp.experts.5." in n]:
-        tensors[name.replace(".experts.5.", ".experts.3.")] = tensors[name].clone()
-    save_file(tensors, shard, metadata={"format": "pt"})
+    with zoo.edited(twin) as tensors:
+        for name in [n for n in tensors if ".layers.1.mlp.experts.5." in n]:
+            tensors[name.replace(".experts.5.", ".experts.3.")] = tensors[name].clone()
     short = tmp_path / "short.jsonl"  # few tokens, so that all of them are compared
     short.write_text("".join(data["text"].read_text().splitlines(keepends=True)[:4]))
     options: dict[str, Any] = {"data": {"text": short}, "holdout": 0.0, **CPU}
@@ -201,13 +198,10 @@ def test_layers_beyond_the_model_are_dropped(
     """A fourth layer on disk (multi-token prediction) has no scores."""
     folder = shutil.copytree(zoo_folder("glm4_moe"), tmp_path / "base")
     zoo.tiny_tokenizer(folder)
-    (shard,) = folder.glob("*.safetensors")
-    tensors = load_file(shard)
-    own = {n: t for n, t in tensors.items() if n.startswith("model.layers.2.")}
-    tensors |= {n.replace("layers.2", "layers.3"): t.clone() for n, t in own.items()}
-    save_file(tensors, shard, metadata={"format": "pt"})
-    config = {**zoo.read_config(folder), "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
+    with zoo.edited(folder) as tensors:
+        own = {n: t for n, t in tensors.items() if n.startswith("model.layers.2.")}
+        tensors |= {n.replace("layers.2", "layers.3"): t.clone() for n, t in own.items()}
+    zoo.edit_config(folder, num_nextn_predict_layers=1)
     report = moemerge.prune(folder, tmp_path / "out", data=data, **CPU).pruning
     assert any("layers 3 (multi-token prediction) are dropped" in n for n in report.notices)
     assert not any("layers.3." in name for name in zoo.tensors(tmp_path / "out"))

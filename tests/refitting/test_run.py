@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import moemerge
 import zoo
@@ -247,10 +246,8 @@ def spoil(source: Path, out: Path, name: str, value: float) -> Path:
     import shutil
 
     shutil.copytree(source, out)
-    shard = next(out.glob("*.safetensors"))
-    tensors = load_file(shard)
-    tensors[name].view(-1)[3] = value
-    save_file(tensors, shard, metadata={"format": "pt"})
+    with zoo.edited(out) as tensors:
+        tensors[name].view(-1)[3] = value
     return out
 
 

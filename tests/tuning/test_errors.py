@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import quantised_zoo as qz
+import zoo
 from moemerge.cli.app import app
 from moemerge.errors import (
     ArchitectureError,
@@ -38,10 +38,8 @@ def test_a_loss_that_is_no_number_ends_it(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_base_with_nan_is_named(base: Path, tmp_path: Path) -> None:
-    file = base / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"][3] = torch.nan
-    save_file(tensors, file, metadata={"format": "pt"})
+    with zoo.edited(base) as tensors:
+        tensors["model.norm.weight"][3] = torch.nan
     with pytest.raises(NumericalError, match=r"model\.norm\.weight holds NaN"):
         tune(base, tmp_path / "out")
     assert left(tmp_path) == {"base"}
