@@ -326,6 +326,26 @@ def edit_config(folder: Path, **values: Any) -> None:
     (folder / "config.json").write_text(json.dumps(read_config(folder) | values))
 
 
+def adapter(folder: Path, tensors: Mapping[str, torch.Tensor], **config: Any) -> Path:
+    """Write an adapter of PEFT's, by default of rank 2."""
+    folder.mkdir(exist_ok=True)
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    return folder
+
+
+def lora(folder: Path, model: Path, *modules: str) -> Path:
+    """Write a random LoRA of these linear maps of a model."""
+    generator, stored, factors = torch.Generator().manual_seed(0), tensors(model), {}
+    for module in modules:
+        out, into = stored[f"{module}.weight"].shape
+        factors[f"{module}.lora_A.weight"] = torch.randn(2, into, generator=generator)
+        factors[f"{module}.lora_B.weight"] = torch.randn(out, 2, generator=generator)
+    return adapter(folder, factors)
+
+
 class Notes(Silent):
     """Progress that remembers what was said."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+import zoo
 from moemerge.checkpoint import AdaptedCheckpoint, Checkpoint
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
@@ -179,17 +179,6 @@ def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     assert torch.equal(ours[f"{module}.weight"], (base + 5 / 3 * (b @ a)).bfloat16())
 
 
-def write_adapter(folder: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
-    folder.mkdir()
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    save_file(
-        {f"base_model.model.{n}": t for n, t in tensors.items()},
-        folder / "adapter_model.safetensors",
-    )
-    return folder
-
-
 def per_expert_adapter(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     """An adapter on every expert's own matrices, as older transformers trained them."""
     torch.manual_seed(3)
@@ -200,7 +189,7 @@ def per_expert_adapter(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
             a, b = torch.randn(2, into), torch.randn(out, 2)
             tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
             deltas[f"{module}.weight"] = 2 * b @ a
-    return write_adapter(tmp_path / "adapter", tensors), deltas
+    return zoo.adapter(tmp_path / "adapter", tensors), deltas
 
 
 def test_adapters_on_single_experts_in_both_layouts(tmp_path: Path) -> None:
@@ -280,13 +269,13 @@ REFUSED: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_adapters_that_do_not_fit_are_refused(tmp_path: Path, base: Path, case: str) -> None:
     tensors, config, message = REFUSED[case]
-    adapter = write_adapter(tmp_path / "adapter", tensors, **config)
+    adapter = zoo.adapter(tmp_path / "adapter", tensors, **config)
     with pytest.raises(CheckpointError, match=message):
         AdaptedCheckpoint(base, adapter)
 
 
 def test_incomplete_adapter_folders(tmp_path: Path, base: Path) -> None:
-    adapter = write_adapter(tmp_path / "adapter", pair())
+    adapter = zoo.adapter(tmp_path / "adapter", pair())
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="has no adapter weights"):
         AdaptedCheckpoint(base, adapter)
@@ -303,11 +292,11 @@ def test_quantised_bases_are_refused(tmp_path: Path) -> None:
         {f"{Q}.weight": torch.ones(16, 16).to(torch.float8_e4m3fn)}, folder / "model.safetensors"
     )
     with pytest.raises(CheckpointError, match=r"stored as float8_e4m3fn"):
-        AdaptedCheckpoint(folder, write_adapter(tmp_path / "adapter", pair()))
+        AdaptedCheckpoint(folder, zoo.adapter(tmp_path / "adapter", pair()))
 
 
 def test_pickled_adapters(tmp_path: Path, base: Path) -> None:
-    adapter = write_adapter(tmp_path / "adapter", pair())
+    adapter = zoo.adapter(tmp_path / "adapter", pair())
     expected = AdaptedCheckpoint(base, adapter)[f"{Q}.weight"]
     tensors = load_file(adapter / "adapter_model.safetensors")
     torch.save(tensors, adapter / "adapter_model.bin")
@@ -322,7 +311,7 @@ def test_transposed_storage(tmp_path: Path) -> None:
     save_file({"h.weight": torch.zeros(5, 7)}, folder / "model.safetensors")  # Conv1D: (in, out)
     a, b = torch.randn(2, 5), torch.randn(7, 2)
     tensors = {"h.lora_A.weight": a, "h.lora_B.weight": b}
-    adapter = write_adapter(tmp_path / "adapter", tensors, fan_in_fan_out=True)
+    adapter = zoo.adapter(tmp_path / "adapter", tensors, fan_in_fan_out=True)
     ours = AdaptedCheckpoint(folder, adapter)
     torch.testing.assert_close(ours["h.weight"], 2 * (b @ a).T)
     check_rows(ours)
@@ -338,9 +327,7 @@ def test_stacks_stored_transposed(tmp_path: Path) -> None:
     a, b = torch.randn(6, 6), torch.randn(6, 6)
     owner = name.rpartition(".")[0]
     tensors = {f"{owner}.lora_A.weight": a, f"{owner}.lora_B.weight": b}
-    adapter = write_adapter(
-        tmp_path / "adapter", tensors, target_parameters=["experts.gate_up_proj"]
-    )
+    adapter = zoo.adapter(tmp_path / "adapter", tensors, target_parameters=["experts.gate_up_proj"])
     expected = 2 * torch.einsum("ore,eri->eio", b.view(6, 2, 3), a.view(3, 2, 6))
     torch.testing.assert_close(AdaptedCheckpoint(folder, adapter)[name], expected)
 
@@ -349,7 +336,7 @@ def test_resized_embeddings_carry_the_vocabulary(tmp_path: Path, base: Path) -> 
     torch.manual_seed(0)
     embed, head = torch.randn(30, 16), torch.randn(30, 16)
     tensors = {"model.embed_tokens.weight": embed, "lm_head.weight": head, **pair()}
-    ours = AdaptedCheckpoint(base, write_adapter(tmp_path / "adapter", tensors))
+    ours = AdaptedCheckpoint(base, zoo.adapter(tmp_path / "adapter", tensors))
     assert ours.config["vocab_size"] == 30
     assert ours.tensors["lm_head.weight"].shape == (30, 16)
     assert torch.equal(ours.read("model.embed_tokens.weight", (24, 30)), embed[24:])
@@ -360,37 +347,34 @@ def test_tied_output_layers(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     embed = torch.randn(30, 16)
     tensors = {"model.embed_tokens.weight": embed, "lm_head.weight": embed.clone(), **pair()}
-    ours = AdaptedCheckpoint(tmp_path / "base", write_adapter(tmp_path / "a", tensors))
+    ours = AdaptedCheckpoint(tmp_path / "base", zoo.adapter(tmp_path / "a", tensors))
     assert "lm_head.weight" not in ours
     tensors["lm_head.weight"] = embed + 1
     with pytest.raises(CheckpointError, match="tied to the embeddings"):
-        AdaptedCheckpoint(tmp_path / "base", write_adapter(tmp_path / "b", tensors))
+        AdaptedCheckpoint(tmp_path / "base", zoo.adapter(tmp_path / "b", tensors))
 
 
 def test_companions_and_fingerprint(tmp_path: Path, base: Path) -> None:
     (base / "tokenizer.json").write_text("base")
-    adapter = write_adapter(tmp_path / "adapter", pair())
+    adapter = zoo.adapter(tmp_path / "adapter", pair())
     (adapter / "tokenizer.json").write_text("adapter")
     ours = AdaptedCheckpoint(base, adapter)
     assert ours.companions()["tokenizer.json"].read_text() == "adapter"
     assert "generation_config.json" in ours.companions()
     assert ours.fingerprint() != Checkpoint.open(base).fingerprint()
-    other = write_adapter(tmp_path / "other", {n: t * 2 for n, t in pair().items()})
+    other = zoo.adapter(tmp_path / "other", {n: t * 2 for n, t in pair().items()})
     assert ours.fingerprint() != AdaptedCheckpoint(base, other).fingerprint()
 
 
 def test_threads_read_adapted_tensors(tmp_path: Path, base: Path) -> None:
-    ours = AdaptedCheckpoint(base, write_adapter(tmp_path / "adapter", pair()))
+    ours = AdaptedCheckpoint(base, zoo.adapter(tmp_path / "adapter", pair()))
     expected = {name: ours[name] for name in ours}
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda n: torch.equal(ours[n], expected[n]), list(ours) * 20))
 
 
 def test_a_scaling_beyond_float32_is_refused(base: Path, tmp_path: Path) -> None:
-    module = "model.layers.0.self_attn.q_proj"
-    tensors = {f"{module}.lora_A.weight": torch.ones(2, 16)}
-    tensors[f"{module}.lora_B.weight"] = torch.ones(16, 2)
-    adapter = write_adapter(tmp_path / "adapter", tensors, lora_alpha=1e300)
+    adapter = zoo.adapter(tmp_path / "adapter", pair(), lora_alpha=1e300)
     with pytest.raises(CheckpointError, match=r"lora_alpha of 1e\+300"):
         Checkpoint.open(f"{base}+{adapter}")
 
@@ -417,7 +401,7 @@ def stacked_adapter(
         order = (1, 0, 2) if grouped else (1, 2, 0)  # (out, experts * rank), (out, rank * experts)
         tensors[f"{module}.lora_B.weight"] = b.permute(order).reshape(out, 8).contiguous()
         changes[stack] = 2 * (b @ a).mT if in_out else 2 * b @ a
-    write_adapter(folder, tensors, target_parameters=[f"mlp.experts.{s}" for s in stacks], **config)
+    zoo.adapter(folder, tensors, target_parameters=[f"mlp.experts.{s}" for s in stacks], **config)
     return changes
 
 

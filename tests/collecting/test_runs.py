@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import moemerge
 import multimodal_zoo
@@ -204,17 +204,8 @@ def test_a_tied_head_has_no_statistics(
 def test_a_model_with_an_adapter_is_what_it_would_be_merged(
     model_folder: Folder, collect: Collect, tmp_path: Path
 ) -> None:
-    base, lora = model_folder("olmoe"), tmp_path / "lora"
-    lora.mkdir()
-    g = torch.Generator().manual_seed(0)
-    place = "base_model.model.model.layers.0.self_attn.q_proj"
-    parts = {
-        f"{place}.lora_A.weight": torch.randn(2, 32, generator=g),
-        f"{place}.lora_B.weight": torch.randn(32, 2, generator=g),
-    }
-    save_file(parts, lora / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
-    (lora / "adapter_config.json").write_text(json.dumps(settings))
+    base = model_folder("olmoe")
+    lora = zoo.lora(tmp_path / "lora", base, "model.layers.0.self_attn.q_proj")
     adapted: Any = f"{base}+{lora}"
     config = {"merge_method": "passthrough", "models": [{"model": adapted}]}
     moemerge.merge(config, tmp_path / "merged")
