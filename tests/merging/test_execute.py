@@ -218,14 +218,6 @@ def test_a_model_that_is_cut_short_while_it_is_merged_is_named(models, tmp_path)
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_task_arithmetic_by_hand(models, tmp_path):
-    result = run(config("task_arithmetic", models), tmp_path / "out")
-    base, a, b = map(zoo.tensors, models)
-    for name, value in result.items():
-        expected = base[name] + 0.5 * (a[name] - base[name]) + 0.5 * (b[name] - base[name])
-        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
-
-
 def test_huge_but_finite_values_are_no_fault(models, tmp_path):
     """The quick check is a sum, which may overflow though every term is finite."""
     with zoo.edited(models[1]) as tensors:
@@ -313,19 +305,6 @@ def test_memory_budget_lets_a_large_piece_run_alone():
     for thread in threads:
         thread.join()
     assert all(total <= 100 or total == 500 for total in peak)
-
-
-def test_the_folder_tells_what_it_is(models, tmp_path):
-    out = tmp_path / "out"
-    report = moemerge.merge(config("ties", models, density=0.5), out)
-    document = json.loads((out / "moemerge_report.json").read_text())
-    assert document["merge"]["inputs"]["m1"]["merged"] == report.models[0].merged > 0
-    assert "merge_method: ties" in (out / "moemerge_config.yml").read_text()
-    again = moemerge.merge(out / "moemerge_config.yml", tmp_path / "again")
-    assert again.method == "ties"
-    first, second = zoo.tensors(out), zoo.tensors(tmp_path / "again")
-    assert all(torch.equal(first[n], second[n]) for n in first)
-    assert "`ties`" in (out / "README.md").read_text()
 
 
 def evict(path):

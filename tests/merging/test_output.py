@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import moemerge
@@ -166,14 +165,9 @@ def resized(base, folder, words):
     zoo.tiny_tokenizer(folder, extra_words=words)
     size = len(AutoTokenizer.from_pretrained(folder))
     torch.manual_seed(size)
-    weights = {
-        f"base_model.model.{name}": torch.randn(size, zoo.HIDDEN)
-        for name in ("model.embed_tokens.weight", "lm_head.weight")
-    }
-    save_file(weights, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    return f"{base}+{folder}", weights["base_model.model.model.embed_tokens.weight"]
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    weights = {name: torch.randn(size, zoo.HIDDEN) for name in names}
+    return f"{base}+{zoo.adapter(folder, weights)}", weights["model.embed_tokens.weight"]
 
 
 @pytest.mark.parametrize("method", ["linear", "karcher"])

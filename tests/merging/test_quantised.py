@@ -258,18 +258,7 @@ def test_a_notice_says_how_coarse_the_inputs_are(published: Callable[..., Any]) 
 def test_an_adapter_on_a_quantised_base(published: Callable[..., Any], tmp_path: Path) -> None:
     (_, quantised), *_ = published("qwen fp8")
     plain = qz.plain_copy(quantised, tmp_path / "plain")
-    adapter = tmp_path / "lora"
-    adapter.mkdir()
-    rng = torch.Generator().manual_seed(0)
-    module = "base_model.model.model.layers.1.self_attn.q_proj"
-    rows, columns = zoo.tensors(plain)["model.layers.1.self_attn.q_proj.weight"].shape
-    pair = {
-        f"{module}.lora_A.weight": torch.randn(2, columns, generator=rng),
-        f"{module}.lora_B.weight": torch.randn(rows, 2, generator=rng),
-    }
-    save_file(pair, adapter / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    adapter = zoo.lora(tmp_path / "lora", plain, "model.layers.1.self_attn.q_proj")
     for folder, out in ((quantised, "a"), (plain, "b")):
         moemerge.merge(linear(Path(f"{folder}+{adapter}"), folder), tmp_path / out)
     ours, theirs = zoo.tensors(tmp_path / "a"), zoo.tensors(tmp_path / "b")

@@ -125,26 +125,6 @@ def test_cat_against_eigenvectors(merge):
     torch.testing.assert_close(alone, base + sum(vectors))
 
 
-def test_cat_without_directions_is_task_arithmetic(merge):
-    base, xs = normal(OUT, WIDTH, seed=9), texts((30, 30))
-    vectors = [normal(OUT, WIDTH, seed=20 + i) for i in range(2)]
-    merged = merge(
-        "cat", [base + t for t in vectors], base=base, statistics=statistics(xs), directions=0
-    )
-    torch.testing.assert_close(merged, base + sum(vectors))
-
-
-def test_cat_lessens_the_disturbance_of_other_inputs(merge):
-    base, xs = torch.zeros(OUT, WIDTH, dtype=torch.float64), texts((40, 40))
-    vectors = [normal(OUT, WIDTH, seed=20 + i) for i in range(2)]
-    merged = merge("cat", vectors, base=base, statistics=statistics(xs), penalty=0.0, directions=3)
-    before = sum(
-        ((sum(vectors) - t) @ x.T).square().sum() for t, x in zip(vectors, xs, strict=True)
-    )
-    after = sum(((merged - t) @ x.T).square().sum() for t, x in zip(vectors, xs, strict=True))
-    assert after < before
-
-
 @pytest.mark.parametrize("name", ["lot", "slta", "cat"])
 def test_units_without_statistics_are_averaged(merge, name):
     a, b = torch.ones(2, 2), torch.full((2, 2), 3.0)
