@@ -12,10 +12,8 @@ import pytest
 import moemerge
 import zoo
 from calibration import cases
-from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import (
     ArchitectureError,
-    ConfigError,
     MoeMergeError,
     ResourceError,
     TokenizerError,
@@ -45,15 +43,6 @@ def test_names(case: cases.Case) -> None:
     refused(case, UsageError, "that name is taken", against=[case.merged])
     twice = [case.sources["math"], case.sources["math"]]
     refused(case, UsageError, "that name is taken", against=twice)
-
-
-def test_settings(case: cases.Case) -> None:
-    refused(case, ConfigError, "unknown key.*max_tokens", max_token=3)
-    refused(case, ConfigError, "max_length", max_length=0)
-    refused(case, UsageError, "the model has 3 layers", layers="9")
-    settings = DiagnosisSettings.model_validate({})
-    refused(case, UsageError, "as a whole and also one by one", settings=settings, limit=3)
-    refused(case, ConfigError, "device", device="gpu")
 
 
 def test_families_and_shapes(case: cases.Case, zoo_folder: Callable[..., Path]) -> None:

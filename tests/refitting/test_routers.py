@@ -77,14 +77,6 @@ def test_what_held_out_tokens_lose_by_is_not_followed_at_all(
     assert (found.after, found.held_after) == (found.before, found.held_before)
 
 
-def test_without_held_out_tokens_the_calibration_s_own_decide(
-    merged: Tensor, source: Tensor
-) -> None:
-    found = fit(merged, tokens(60, source, seed=2), [])
-    assert found.share == 1.0
-    assert found.after["math"] < found.before["math"]
-
-
 GATES = {
     "softmax": GATE,
     "sigmoid": Gate(Score.SIGMOID, top_k=2),

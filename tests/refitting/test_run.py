@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from moemerge.errors import (
 )
 from moemerge.features import settings as streaming
 from moemerge.refitting import loop
-from moemerge.runtime.progress import Silent
 from refitting.cases import Case, make_case
 
 FAST: dict[str, Any] = {"ridge": 0.01, "holdout": 0.2, "router": "keep", "measure": False}
@@ -243,8 +243,6 @@ def test_where_activations_wait_does_not_matter(
 
 def spoil(source: Path, out: Path, name: str, value: float) -> Path:
     """A copy of a model with one bad number."""
-    import shutil
-
     shutil.copytree(source, out)
     with zoo.edited(out) as tensors:
         tensors[name].view(-1)[3] = value
@@ -351,19 +349,14 @@ def test_text_too_short(case: Case, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="leaves none to calibrate on"):
         case.refit(tmp_path / "out", data=data)
     data = dict.fromkeys(case.data, short)
-    notes: list[str] = []
-
-    class Listening(Silent):
-        def note(self, message: str) -> None:
-            notes.append(message)
-
-    options: dict[str, Any] = {"ridge": 0.1, "holdout": 0.0, "progress": Listening()}
+    notes = zoo.Notes()
+    options: dict[str, Any] = {"ridge": 0.1, "holdout": 0.0, "progress": notes}
     report = case.refit(tmp_path / "out", data=data, **options)
     (told,) = [notice for notice in report.notices if "by fewer tokens than inputs" in notice]
     assert "expert" in told
     assert " (0 of " in told
-    assert any("the result may be worse than the merge" in note for note in notes)
-    assert told in notes  # not only in the report
+    assert any("the result may be worse than the merge" in note for note in notes.said)
+    assert told in notes.said  # not only in the report
 
 
 def test_strict_refuses_a_map_that_stays_as_merged(case: Case, tmp_path: Path) -> None:

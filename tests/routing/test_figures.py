@@ -23,16 +23,12 @@ from moemerge.routing.figures import (
     RouterOutput,
     Tokens,
     dead,
-    kl,
-    kl_on_features,
     load_entropy,
     overloaded,
-    quadratic,
     relative_gap,
     total_figures,
     weighted_overlap,
 )
-from moemerge.routing.gates import divergence
 from moemerge.routing.measure import CALIBRATION_FIGURES, FigureSums, RouterView, compare
 from routing.problems import GATES, autograd_hessian, make_domains, naive_divergence, tokens_of
 
@@ -131,13 +127,6 @@ def test_a_selection_bias_moves_the_choice_and_not_the_divergence() -> None:
     assert found.weighted_overlap == 0
 
 
-def test_a_bias_on_the_logits_counts() -> None:
-    x = torch.tensor([[1.0, 0.0]])
-    gate = Gate(Score.SOFTMAX, top_k=1)
-    other = view(torch.eye(2), gate, bias=torch.tensor([0.0, 3.0]))
-    assert measured(compare(view(torch.eye(2), gate), other, x, x)).mismatch == 1
-
-
 def test_models_that_choose_unlike_numbers_of_experts() -> None:
     few, many = Gate(Score.SOFTMAX, top_k=1), Gate(Score.SOFTMAX, top_k=2)
     x = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
@@ -157,27 +146,6 @@ def test_the_overlap_is_the_weight_that_both_give_an_expert() -> None:
     overlap = weighted_overlap(Tokens(source, model, source))
     assert float(overlap) == pytest.approx(float(min(w, v)))
     assert float(weighted_overlap(Tokens(source, source, source))) == 1
-
-
-@pytest.mark.parametrize(
-    "gate",
-    [
-        SOFTMAX,
-        Gate(Score.SIGMOID, top_k=2),
-        Gate(Score.SIGMOID, top_k=2, normalised=False),
-        Gate(Score.SQRT_SOFTPLUS, top_k=2),
-        Gate(Score.SIGMOID, top_k=2, soft_cap=2.0),
-    ],
-    ids=["softmax", "sigmoid", "bernoulli", "softplus", "capped"],
-)
-def test_divergences_are_those_of_the_gate(gate: Gate) -> None:
-    torch.manual_seed(1)
-    wanted, moved, z = torch.randn(3, 7, 5, dtype=torch.float64)
-    near = moved + 1e-4 * z
-    tokens = Tokens(*(RouterOutput.of(gate, logits) for logits in (wanted, near, moved)))
-    torch.testing.assert_close(kl(tokens), divergence(gate, wanted, near))
-    torch.testing.assert_close(kl_on_features(tokens), divergence(gate, moved, near))
-    torch.testing.assert_close(quadratic(tokens), kl_on_features(tokens), rtol=2e-3, atol=0)
 
 
 def test_only_what_is_asked_for_is_computed() -> None:
