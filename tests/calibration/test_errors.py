@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 from collections.abc import Callable
@@ -17,8 +16,6 @@ from calibration import cases
 from moemerge.architectures.opened import open_model
 from moemerge.errors import (
     ArchitectureError,
-    CheckpointError,
-    DataError,
     MoeMergeError,
     NumericalError,
     ResourceError,
@@ -59,25 +56,6 @@ def test_names_must_match_on_both_sides(case: cases.Case, tmp_path: Path) -> Non
     refused(case, tmp_path, UsageError, "no source given", sources={}, data={})
 
 
-def test_files_that_cannot_be_read(case: cases.Case, tmp_path: Path) -> None:
-    (tmp_path / "math.txt").write_text("one two")
-    (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n')[:-9])
-    for name, match in (
-        ("math.txt", "unknown kind '.txt'"),
-        ("none.jsonl", "data 'math': no such file"),
-        (".", "data 'math': .* is a folder"),
-        ("bad.jsonl.gz", "damaged gzip"),
-    ):
-        refused(case, tmp_path, DataError, match, data={**case.data, "math": tmp_path / name})
-
-
-def test_a_holdout_that_leaves_nothing(case: cases.Case, tmp_path: Path) -> None:
-    path = tmp_path / "math.jsonl"
-    path.write_text('{"text": "one two"}\n')
-    data = {**case.data, "math": path}
-    refused(case, tmp_path, DataError, "leaves none to calibrate on", data=data, holdout=0.5)
-
-
 def test_a_source_with_a_router_of_another_shape(
     case: cases.Case, tmp_path: Path, zoo_folder: Callable[..., Path]
 ) -> None:
@@ -100,13 +78,6 @@ def test_a_source_of_another_family_or_depth(
     refused(case, tmp_path, ArchitectureError, "is 'mixtral', but .* is 'olmoe'", sources=other)
     short = {**case.sources, "math": zoo_folder("olmoe", num_hidden_layers=2)}
     refused(case, tmp_path, ArchitectureError, "has no router in layer 2", sources=short)
-
-
-def test_a_merged_model_without_tokenizer(case: cases.Case, tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    shutil.copytree(case.merged, bare, ignore=shutil.ignore_patterns("tokenizer*"))
-    bare_case = cases.Case(bare, case.sources, case.data)
-    refused(bare_case, tmp_path, TokenizerError, "no usable tokenizer")
 
 
 def with_tensor(folder: Path, out: Path, name: str, value: float) -> Path:
@@ -171,20 +142,6 @@ def test_layers_that_do_not_exist(case_of: CaseOf, tmp_path: Path) -> None:
     refused(case, tmp_path, UsageError, "the model has 3 layers", layers="2-7")
     refused(case, tmp_path, UsageError, "none of these layers has a router", layers="0")
     refused(case, tmp_path, UsageError, "the model has 2 layers", layers="last:3")
-
-
-def test_output_folders_that_must_not_be_written(case: cases.Case, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is the input folder"):
-        case.calibrate(case.merged, overwrite=True)
-    with pytest.raises(CheckpointError, match="overlaps the input folder"):
-        case.calibrate(case.sources["math"] / "out")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="exists"):
-        case.calibrate(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="it holds thesis"):
-        case.calibrate(tmp_path / "out", overwrite=True)
-    assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
 
 
 def test_too_little_memory_is_told_before_the_work(

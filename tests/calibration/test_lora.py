@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 import moemerge
 import zoo
@@ -22,14 +20,10 @@ def adapter_of(folder: Path, model: Path) -> Path:
     for name, tensor in zoo.tensors(model).items():
         if name.endswith(("mlp.gate.weight", "down_proj.weight")):
             out, into = tensor.shape
-            root = f"base_model.model.{name.removesuffix('.weight')}"
+            root = name.removesuffix(".weight")
             factors[f"{root}.lora_A.weight"] = torch.randn(RANK, into, generator=generator)
             factors[f"{root}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) * 0.02
-    folder.mkdir()
-    save_file(factors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": "all-linear"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    return zoo.adapter(folder, factors, lora_alpha=RANK)
 
 
 def test_a_lora_on_another_fine_tune(case_of: Any, tmp_path: Path) -> None:

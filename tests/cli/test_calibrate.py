@@ -98,35 +98,6 @@ def test_errors_have_their_exit_codes(
     assert not list(tmp_path.iterdir())
 
 
-def test_run_merges_and_calibrates(case: cases.Case, tmp_path: Path) -> None:
-    for name, folder in case.sources.items():
-        shutil.copytree(folder, tmp_path / "models" / name)
-        zoo.tiny_tokenizer(tmp_path / "models" / name)
-    config = tmp_path / "config.yml"
-    config.write_text(
-        "merge_method: linear\nmodels:\n"
-        + "".join(
-            f"- {{model: {tmp_path / 'models' / name}, parameters: {{weight: 1}}}}\n"
-            for name in case.sources
-        )
-        + "data:\n"
-        + "".join(f"  {name}: {path}\n" for name, path in case.data.items())
-        + "calibration: {alpha: 0.8}\n"
-    )
-    result = moemerge("run", config, tmp_path / "out", "--strict", "--seed", "4", "--json", "-")
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert report["merge"]["method"] == "linear"
-    settings = report["calibration"]["settings"]
-    assert (settings["alpha"], settings["seed"], settings["strict"]) == (0.8, 4, True)
-    shown = moemerge("run", config, tmp_path / "out", "--overwrite")
-    assert shown.exit_code == 0, shown.output
-    assert "3 solved for" in shown.stdout
-    again = moemerge("run", config, tmp_path / "out")
-    assert again.exit_code == 3
-    assert "--overwrite" in again.stderr
-
-
 @pytest.mark.parametrize(
     ("content", "layers", "said"),
     [

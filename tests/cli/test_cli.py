@@ -96,16 +96,8 @@ def test_lenient_warns_instead(tmp_path, config):
 
 def test_broken_checkpoints_exit_3(config, models, tmp_path):
     file = models[1] / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-100])
+    file.write_bytes(file.read_bytes()[:-100])
     refused(moemerge("merge", config, tmp_path / "out"), 3, "model.safetensors")
-    file.write_bytes(b"\xff" * 8 + whole[8:])
-    refused(moemerge("merge", config, tmp_path / "out"), 3, "model.safetensors")
-    file.unlink()
-    refused(moemerge("merge", config, tmp_path / "out"), 3, "has no weights")
-    index = {"weight_map": {"model.norm.weight": "../m2/model.safetensors"}}
-    (models[1] / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(moemerge("merge", config, tmp_path / "out"), 3, "outside the model folder")
     assert not list(tmp_path.glob("*out*"))
 
 
