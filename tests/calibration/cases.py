@@ -31,6 +31,12 @@ class Case:
         options = {"sources": self.sources, "data": self.data, **options}
         return moemerge.calibrate(self.merged, out, **options)
 
+    @property
+    def flags(self) -> list[str]:
+        """Sources and data as flags of a command."""
+        sources = [f"--source={name}={path}" for name, path in self.sources.items()]
+        return sources + [f"--data={name}={path}" for name, path in self.data.items()]
+
 
 def make_case(
     base: Path,

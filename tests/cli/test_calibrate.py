@@ -24,11 +24,6 @@ def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     return cases.make_case(zoo_folder("olmoe"), tmp_path_factory.mktemp("cli"))
 
 
-def flags(case: cases.Case) -> list[str]:
-    found = [f"--source={name}={path}" for name, path in case.sources.items()]
-    return found + [f"--data={name}={path}" for name, path in case.data.items()]
-
-
 def moemerge(*args: str | Path) -> Result:
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(arg) for arg in args])
 
@@ -36,7 +31,7 @@ def moemerge(*args: str | Path) -> Result:
 def test_a_table_on_stdout_and_a_line_for_each_layer_on_stderr(
     case: cases.Case, tmp_path: Path
 ) -> None:
-    result = moemerge("calibrate", case.merged, tmp_path / "out", *flags(case))
+    result = moemerge("calibrate", case.merged, tmp_path / "out", *case.flags)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "model.safetensors").exists()
     title, *lines = result.stdout.splitlines()
@@ -53,7 +48,7 @@ def test_a_table_on_stdout_and_a_line_for_each_layer_on_stderr(
 
 def test_flags_reach_the_settings(case: cases.Case, tmp_path: Path) -> None:
     result = moemerge(
-        "calibrate", case.merged, tmp_path / "out", *flags(case), "--gamma", "0.2", "--layers",
+        "calibrate", case.merged, tmp_path / "out", *case.flags, "--gamma", "0.2", "--layers",
         "last:1", "--curvature", "diagonal", "--init", "zero", "--max-tokens", "60", "--holdout",
         "0.2", "--preconditioner", "jacobi", "--rtol", "1e-5", "--max-steps", "500", "--seed", "3",
         "--device", "cpu", "--dtype", "float32", "--offload", "disk", "--max-length", "64",
@@ -90,7 +85,7 @@ def test_flags_reach_the_settings(case: cases.Case, tmp_path: Path) -> None:
 def test_errors_have_their_exit_codes(
     more: list[str], code: int, words: str, case: cases.Case, tmp_path: Path
 ) -> None:
-    result = moemerge("calibrate", case.merged, tmp_path / "out", *flags(case), *more)
+    result = moemerge("calibrate", case.merged, tmp_path / "out", *case.flags, *more)
     assert result.exit_code == code, result.output
     assert result.stderr.splitlines()[-2:] != []
     assert words in " ".join(result.stderr.split())
@@ -163,7 +158,7 @@ def test_an_interrupted_calibration_can_be_resumed(case: cases.Case, tmp_path: P
     """Ctrl-C once a layer is finished: exit code 130, and the same command continues."""
     out = tmp_path / "out"
     slow = ["--rtol", "1e-300", "--max-steps", "600", "--preconditioner", "none"]
-    command = ["calibrate", case.merged, out, *flags(case), *slow]
+    command = ["calibrate", case.merged, out, *case.flags, *slow]
     process = processes.start(processes.COMMAND, *command, env=processes.environment())
     deadline = time.monotonic() + 60
     while not (journal_path(out) / "0000.json").exists() and time.monotonic() < deadline:
@@ -178,13 +173,13 @@ def test_an_interrupted_calibration_can_be_resumed(case: cases.Case, tmp_path: P
     assert "the same command continues" in errors
     assert not out.exists()
     finished = len(list(journal_path(out).glob("*.json"))) - 1
-    result = moemerge("calibrate", case.merged, out, *flags(case), *slow)
+    result = moemerge("calibrate", case.merged, out, *case.flags, *slow)
     assert result.exit_code == 0, result.output
     assert f"a killed run is continued: {finished} routers are finished" in result.stderr
 
 
 def test_twice_verbose_logs_every_read_and_every_solve(case: cases.Case, tmp_path: Path) -> None:
-    done = processes.moemerge("calibrate", case.merged, tmp_path / "out", *flags(case), "-vv")
+    done = processes.moemerge("calibrate", case.merged, tmp_path / "out", *case.flags, "-vv")
     assert done.returncode == 0, done.stderr
     assert "moemerge.lockstep.streams: 1 model(s) in step, offload " in done.stderr
     assert f"moemerge.features.weights: model.layers.2 of {case.merged}: " in done.stderr

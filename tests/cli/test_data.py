@@ -44,22 +44,3 @@ def test_answers_are_kept_and_told_of(model, prompts, tmp_path):
     assert f"kept     {told['kept']} rows" in result.output
     assert "20 asked for, 20 ended" in result.output
     assert f"{told['answers']['grades']['right']} right" in result.output
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["--prompts", "PROMPTS"], 2, "no check is given"),
-        (["--prompts", "PROMPTS", "--keep", "right"], 2, "--keep"),
-        (["--prompts", "PROMPTS", "--verify", "math", "--map", "prompt=x"], 3, "no column 'x'"),
-        (["--prompts", "nowhere.jsonl", "--keep", "all"], 3, "no such file nowhere.jsonl"),
-        (["--prompts", "PROMPTS", "--verify", "code"], 2, "--allow-code"),
-        (["--prompts", "PROMPTS", "--keep", "all", "--temperature", "-1"], 2, "--temperature"),
-    ],
-)
-def test_what_is_wrong_is_told_and_nothing_is_left(model, prompts, tmp_path, words, code, message):
-    words = [prompts if word == "PROMPTS" else word for word in words]
-    result = run(model, str(tmp_path / "out.jsonl"), *words)
-    assert result.exit_code == code, result.output
-    assert message in result.output
-    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]

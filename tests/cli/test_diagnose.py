@@ -22,17 +22,12 @@ def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     return cases.make_case(zoo_folder("olmoe"), tmp_path_factory.mktemp("cli"), rows=6)
 
 
-def flags(case: cases.Case) -> list[str]:
-    found = [f"--source={name}={path}" for name, path in case.sources.items()]
-    return found + [f"--data={name}={path}" for name, path in case.data.items()]
-
-
 def moemerge(*args: str | Path, columns: int = 80) -> Result:
     return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, [str(arg) for arg in args])
 
 
 def test_a_bar_for_each_layer_then_totals_and_advice(case: cases.Case) -> None:
-    result = moemerge("diagnose", case.merged, *flags(case))
+    result = moemerge("diagnose", case.merged, *case.flags)
     assert result.exit_code == 0, result.output
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert all(len(line) <= 80 for line in lines)
@@ -50,30 +45,20 @@ def test_a_bar_for_each_layer_then_totals_and_advice(case: cases.Case) -> None:
 
 def test_two_models_side_by_side_fit_a_terminal(case: cases.Case) -> None:
     other = case.sources["math"]
-    result = moemerge("diagnose", case.merged, "--against", other, "--swaps", *flags(case))
+    result = moemerge("diagnose", case.merged, "--against", other, "--swaps", *case.flags)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("→") == 6
     assert all(len(line.rstrip()) <= 80 for line in result.stdout.splitlines())
     assert "weights of" in result.stdout
-    long = moemerge("diagnose", case.merged, "--against", other, *flags(case), "-v")
+    long = moemerge("diagnose", case.merged, "--against", other, *case.flags, "-v")
     assert "same" in long.stdout
     assert "overlap"[:4] in long.stdout
     assert "repeat" in long.stdout
 
 
-def test_json_goes_to_a_file_or_to_stdout(case: cases.Case, tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    first = moemerge("diagnose", case.merged, *flags(case), "--json", file, "-q")
-    second = moemerge("diagnose", case.merged, *flags(case), "--json", "-", "-q")
-    assert first.exit_code == second.exit_code == 0
-    documents = [json.loads(file.read_text()), json.loads(second.stdout)]
-    assert documents[0]["layers"] == documents[1]["layers"]
-    assert documents[0]["kind"] == "diagnosis"
-
-
 def test_the_command_in_the_document_repeats_it(case: cases.Case) -> None:
     given = ["--layers", "last:2", "--max-length", "9", "--swaps", "--holdout", "0.5"]
-    first = moemerge("diagnose", case.merged, *flags(case), *given, "--json", "-")
+    first = moemerge("diagnose", case.merged, *case.flags, *given, "--json", "-")
     document = json.loads(first.stdout)
     program, *words = shlex.split(document["command"])
     assert program == "moemerge"
@@ -83,13 +68,13 @@ def test_the_command_in_the_document_repeats_it(case: cases.Case) -> None:
 
 
 def test_what_is_refused_has_an_exit_code_and_one_message(case: cases.Case) -> None:
-    unpaired = [flag for flag in flags(case) if not flag.startswith("--data=code")]
+    unpaired = [flag for flag in case.flags if not flag.startswith("--data=code")]
     for given, code, words in (
         (unpaired, 2, "source 'code' has no data"),
-        ([*flags(case), "--layers", "40"], 2, "the model has 3 layers"),
-        ([*flags(case), "--against", "/nowhere"], 3, "/nowhere"),
-        ([*flags(case), "--limit", "0"], 2, "limit"),
-        ([*flags(case), "--json", "/nowhere/figures.json"], 2, "there is no folder /nowhere"),
+        ([*case.flags, "--layers", "40"], 2, "the model has 3 layers"),
+        ([*case.flags, "--against", "/nowhere"], 3, "/nowhere"),
+        ([*case.flags, "--limit", "0"], 2, "limit"),
+        ([*case.flags, "--json", "/nowhere/figures.json"], 2, "there is no folder /nowhere"),
     ):
         result = moemerge("diagnose", case.merged, *given)
         assert result.exit_code == code, result.output
@@ -111,7 +96,7 @@ def test_calibrate_writes_a_page_of_before_and_after(case: cases.Case, tmp_path:
     pytest.importorskip("plotly")
     page, out = tmp_path / "page.html", tmp_path / "out"
     result = moemerge(
-        "calibrate", case.merged, out, *flags(case), "--holdout", "0.3", "--report", page
+        "calibrate", case.merged, out, *case.flags, "--holdout", "0.3", "--report", page
     )
     assert result.exit_code == 0, result.output
     text = page.read_text()
@@ -121,7 +106,7 @@ def test_calibrate_writes_a_page_of_before_and_after(case: cases.Case, tmp_path:
     assert "held out  KL math" in result.stdout
     assert "…" not in result.stdout
     nowhere = tmp_path / "none" / "page.html"
-    result = moemerge("calibrate", case.merged, tmp_path / "b", *flags(case), "--report", nowhere)
+    result = moemerge("calibrate", case.merged, tmp_path / "b", *case.flags, "--report", nowhere)
     assert result.exit_code == 2
     assert "there is no folder" in result.stderr
     assert not (tmp_path / "b").exists()
@@ -137,7 +122,7 @@ def test_a_page_that_fails_leaves_the_calibrated_model(
         raise CheckpointError(f"{page} cannot be written: No space left on device")
 
     monkeypatch.setattr("moemerge.diagnosis.page.write_page", full)
-    result = moemerge("calibrate", case.merged, out, *flags(case), "--report", page)
+    result = moemerge("calibrate", case.merged, out, *case.flags, "--report", page)
     assert result.exit_code == 3
     told = f"{out} is written and whole, but not the page {page}"
     assert told in result.stderr

@@ -247,10 +247,3 @@ def test_ls_shows_every_parameter_with_its_default(what: str) -> None:
         assert row["what_it_does"] in said
         for parameter in [*row.get("per_model", []), *row["options"]]:
             assert written(parameter) in said, name
-
-
-def test_methods_of_the_first_two_groups_take_passes_over_the_weights() -> None:
-    groups = list(dict.fromkeys(row["group"] for row in list_methods()))
-    times = [{row["time"] for row in list_methods() if row["group"] == group} for group in groups]
-    assert times[:2] == [{"passes"}, {"passes"}]
-    assert times[2] == {"decompositions", "steps"}

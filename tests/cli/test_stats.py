@@ -75,22 +75,3 @@ def test_what_is_not_read_of_the_text_is_told(case: tuple[Path, Path], tmp_path:
     quiet = stats(folder, tmp_path / "b.stats", *flags, "-q")
     assert (quiet.exit_code, quiet.output) == (0, "")
     assert (tmp_path / "a.stats").read_bytes() == (tmp_path / "b.stats").read_bytes()
-
-
-def test_refusals(case: tuple[Path, Path], tmp_path: Path) -> None:
-    folder, text = case
-    there = tmp_path / "there"
-    there.write_text("mine")
-    for code, words, args in (
-        (3, "--overwrite", (folder, there, "--data", text)),
-        (3, "no such file", (folder, tmp_path / "a", "--data", tmp_path / "none.jsonl")),
-        (2, "kind", (folder, tmp_path / "a", "--data", text, "--kind", "grams")),
-        (2, "--max-tokens", (folder, tmp_path / "a", "--data", text, "--max-tokens", "0")),
-        (3, "none", (tmp_path / "none", tmp_path / "a", "--data", text)),
-    ):
-        result = stats(*args)
-        assert result.exit_code == code, result.output
-        assert words in result.stderr
-        assert "Traceback" not in result.output
-    assert there.read_text() == "mine"
-    assert not (tmp_path / "a").exists()

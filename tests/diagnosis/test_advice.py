@@ -136,27 +136,21 @@ def test_experts_without_tokens_and_with_too_many() -> None:
     assert "expert 0 takes 40.0% of the choices, with its source 12.5%" in text
 
 
-def test_swaps_say_how_much_is_routing() -> None:
-    swaps = [
-        Swap("math", "model", "model", 0.3, 2.0),
-        Swap("math", "model", "math", 0.1, 1.9),
-        Swap("math", "math", "math", 0.0, 1.8),
-    ]
-    rows = [row(0, 0.3)]
-    assert "win back 50.0% of what the merge lost there (0.200 nats)" in advice(rows, swaps=swaps)
-    swaps[1] = replace(swaps[1], loss=2.1)
-    assert "do not help" in advice(rows, swaps=swaps)
-    swaps[0] = replace(swaps[0], loss=1.801)
-    assert "nats" not in advice(rows, swaps=swaps)
-
-
-def swapped(repaired: float) -> tuple[Swap, ...]:
-    """Routers of the source win back 2.0 − `repaired` of the 0.2 nats that the merge lost."""
+def swapped(repaired: float, merged: float = 2.0) -> tuple[Swap, ...]:
+    """Routers of the source win back `merged` − `repaired` of what the merge lost."""
     return (
-        Swap("math", "model", "model", 0.3, 2.0),
+        Swap("math", "model", "model", 0.3, merged),
         Swap("math", "model", "math", 0.1, repaired),
         Swap("math", "math", "math", 0.0, 1.8),
     )
+
+
+def test_swaps_say_how_much_is_routing() -> None:
+    rows = [row(0, 0.3)]
+    text = advice(rows, swaps=swapped(1.9))
+    assert "win back 50.0% of what the merge lost there (0.200 nats)" in text
+    assert "do not help" in advice(rows, swaps=swapped(2.1))
+    assert "nats" not in advice(rows, swaps=swapped(2.1, merged=1.801))
 
 
 def test_measured_merges_tell_what_to_expect() -> None:
@@ -277,26 +271,21 @@ def test_advice_is_about_the_best_of_the_models() -> None:
     mine = [row(n, 0.3) for n in range(8)]
     theirs = [row(n, 0.1, model="out/calibrated") for n in range(8)]
     done = {"layers": [{"layer": n} for n in range(8)], "settings": {}}
-    swaps = (
-        Swap("math", "model", "model", 0.3, 2.0),
-        Swap("math", "model", "math", 0.1, 1.9),
-        Swap("math", "math", "math", 0.0, 1.8),
-    )
     found = Measurements(
         [*mine, *theirs],
         [total(mine), total(theirs, loss=1.85)],
-        swaps,
+        swapped(1.9),
         {"out/calibrated": done},
         {"out/calibrated": "calibrated"},
     )
-    first, cause, where, swapped = advise(found)
+    first, cause, where, routers = advise(found)
     assert first == (
         "Use calibrated: 10.0% mismatch instead of 30.0%, loss above the sources' "
         "+0.050 nats instead of +0.200."
     )
     assert cause.startswith("calibrated: the routers themselves still disagree (10.0%")
     assert where.startswith("calibrated: the routers are calibrated already;")
-    assert swapped.startswith("With the routers of math the merged weights win back")
+    assert routers.startswith("With the routers of math the merged weights win back")
     unknown = [changed(t, loss=None) for t in found.totals]
     assert advise(replace(found, totals=unknown))[0].endswith("instead of 30.0%.")
     predicts_worse = [total(mine), total(theirs, loss=2.5)]

@@ -361,23 +361,15 @@ def test_extra_tensor_is_not_lost(olmoe, tmp_path):
         moemerge.merge(ties(base, [a, b]), tmp_path / "out")
 
 
-def test_prediction_layers_survive_when_a_fine_tune_lost_them(olmoe, tmp_path):
+@pytest.mark.parametrize("owner", ["base", "m2"])
+def test_prediction_layers_in_one_model_only_are_copied(olmoe, tmp_path, owner):
     base, a, b = olmoe
     extra = torch.randn(3, 5)
-    edit(base, lambda t: t.update({"model.layers.3.eh_proj.weight": extra}))
+    edit(base.parent / owner, lambda t: t.update({"model.layers.3.eh_proj.weight": extra}))
     report = moemerge.merge(ties(base, [a, b]), tmp_path / "out")
     assert torch.equal(zoo.tensors(tmp_path / "out")["model.layers.3.eh_proj.weight"], extra)
-    accounts = {m.name: m for m in report.models}
-    (reason,) = accounts["base"].copied
+    (reason,) = next(m for m in report.models if m.name == owner).copied
     assert reason.startswith("not in every model")
-
-
-def test_prediction_layers_in_one_fine_tune_only_are_copied(olmoe, tmp_path):
-    base, a, b = olmoe
-    extra = torch.randn(3, 5)
-    edit(b, lambda t: t.update({"model.layers.3.eh_proj.weight": extra}))
-    moemerge.merge(ties(base, [a, b]), tmp_path / "out")
-    assert torch.equal(zoo.tensors(tmp_path / "out")["model.layers.3.eh_proj.weight"], extra)
 
 
 def test_prediction_layers_in_all_models_are_merged(olmoe, tmp_path):

@@ -72,11 +72,8 @@ def test_nothing_is_left_of_a_failed_run(file: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     model = Path(file.read_text().split("models: [{model: ")[-1].split(",")[0])
     zoo.perturb(model, bad, seed=5)
-    values = zoo.tensors(bad)
-    values["lm_head.weight"][0, 0] = torch.nan
-    from safetensors.torch import save_file
-
-    save_file(values, bad / "model.safetensors", metadata={"format": "pt"})
+    with zoo.edited(bad) as tensors:
+        tensors["lm_head.weight"][0, 0] = torch.nan
     file.write_text(file.read_text().replace(str(model), str(bad)))
     with pytest.raises((CheckpointError, MoeMergeError), match="NaN"):
         moemerge.merge(file, tmp_path / "out")
