@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 import moemerge
 from calibration import cases
 from moemerge.distilling import run as running
-from moemerge.distilling.training import highest_good
 from moemerge.errors import ConfigError, ResourceError, UsageError
 
 FAST: dict[str, Any] = {
@@ -127,13 +125,9 @@ def test_a_hopeless_rate_keeps_the_merged_weights(case: cases.Case, tmp_path: Pa
 def test_held_out_rows_choose_the_rate(case: cases.Case, tmp_path: Path) -> None:
     report = distill(case, tmp_path / "out", learning_rate="auto", steps=8)
 
-    assert report.learning_rate == highest_good(report.tried_rates)
-    assert len(report.tried_rates) >= 3
-
-
-def test_short_trials_favour_low_rates() -> None:
-    assert highest_good({1e-5: 0.100, 1e-4: 0.115, 1e-3: 0.130}) == 1e-4
-    assert highest_good({1e-5: math.inf, 1e-4: 0.2, 1e-3: math.inf}) == 1e-4
+    tried = report.tried_rates
+    assert len(tried) >= 3
+    assert tried[report.learning_rate] == min(tried.values()) < max(tried.values())
 
 
 @pytest.mark.parametrize(
