@@ -181,3 +181,15 @@ def test_an_input_with_a_name_that_is_too_long_does_not_exist(here: Path) -> Non
         result = moemerge(*command.replace("LONG", long).split())
         assert result.exit_code in (2, 3), (command, result.output, result.exception)
         assert "nnn" in result.stderr, command
+
+
+def test_a_named_pipe_is_refused_and_a_report_that_cannot_be_written_is_named(here: Path) -> None:
+    os.mkfifo(here / "pipe")
+    refused = moemerge("merge", "c.yml", "out", "--json", "pipe")
+    assert refused.exit_code == 2
+    assert "--json pipe is a named pipe" in refused.output
+    assert not (here / "out").exists()
+    failed = moemerge("merge", "c.yml", "out", "--json", "/dev/full")
+    assert failed.exit_code != 0
+    assert "only this report is missing" in failed.output
+    assert moemerge("inspect", "out", "--verify").exit_code == 0

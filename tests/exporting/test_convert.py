@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import moemerge
 import zoo
-from moemerge.errors import ArchitectureError, UsageError
+from moemerge.errors import ArchitectureError, NumericalError, UsageError
 
 # Plain, other names, sigmoid with a selection bias, separate parts of one tensor, multimodal.
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "kimi_linear")
@@ -44,3 +46,13 @@ def test_refusals(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(ArchitectureError, match="would not load the per-expert layout"):
         moemerge.convert(zoo_folder("gpt_oss"), out, layout="per-expert")
     assert not out.exists()
+
+
+def test_values_that_are_not_finite(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+    model = shutil.copytree(zoo_folder("olmoe"), tmp_path / "model")
+    tensors = zoo.tensors(model)
+    tensors["model.layers.1.self_attn.q_norm.weight"][3] = torch.inf
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NumericalError, match=r"layers\.1\.self_attn\.q_norm\.weight has values"):
+        moemerge.convert(model, tmp_path / "out", layout="fused")
+    assert not (tmp_path / "out").exists()

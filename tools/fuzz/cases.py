@@ -239,7 +239,8 @@ def judge(ended: Ended, before: set[str], folder: Path, arguments: Sequence[str]
     if ended.code in OURS:
         if not MESSAGE.search(ended.output):
             return "no message"
-        grows = arguments[0] in ("evaluate", "study")  # finished parts stay in OUT
+        # Finished parts stay in OUT, and OUT itself if only the report could not be written.
+        grows = arguments[0] in ("evaluate", "study") or "only this report" in ended.output
         left = {p for p in made if not UNFINISHED.match(p) and not (grows and p.startswith("out"))}
         return f"left behind: {sorted(left)[0]!r}" if left else "refused"
     if ended.code != 0:
@@ -290,7 +291,10 @@ def check_output(folder: Path, out: Path, arguments: Sequence[str]) -> None:
             raise SystemExit(f"{name} differs from the expected value")
     if "quantization_config" in zoo.read_config(out):
         return  # transformers runs FP8 on a GPU only
-    _, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    try:
+        _, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    except ImportError:
+        return  # the config names an implementation that this machine does not have
     for what in ("missing_keys", "mismatched_keys"):
         if loading[what]:
             raise SystemExit(f"{what}: {sorted(loading[what])[:3]}")

@@ -151,7 +151,10 @@ def deliver_json(value: Any, target: str) -> None:
         else:
             write_whole(path, text.encode("utf-8"))
     except OSError as error:
-        raise CheckpointError(f"--json {target}: cannot be written: {error.strerror}") from error
+        raise CheckpointError(
+            f"--json {target}: cannot be written: {error.strerror}",
+            hint="everything else is done; only this report is missing",
+        ) from error
 
 
 def is_stream(path: Path) -> bool:

@@ -35,6 +35,8 @@ def check_paths(values: Mapping[str, Any], *, replaces: bool) -> None:
     """
     if not ranks.leads():
         return
+    for name, what in _FILES.items():
+        _refuse_named_pipe(values.get(name), what)
     outputs = {what: Path(values[name]) for name, what in _FILES.items() if _is_file(values, name)}
     folder = next((Path(values[name]) for name in _FOLDERS if values.get(name)), None)
     if not outputs and (folder is None or (replaces and not os.path.exists(folder))):
@@ -60,6 +62,15 @@ def check_paths(values: Mapping[str, Any], *, replaces: bool) -> None:
     if "--json" in outputs:
         overwrite = bool(values.get("overwrite"))
         check_output_file(outputs["--json"], FileKind.REPORT, overwrite=overwrite, what="--json")
+
+
+def _refuse_named_pipe(value: object, what: str) -> None:
+    """Refuse a named pipe: without a reader, the finished job would wait forever."""
+    path = Path(value) if isinstance(value, str | Path) else Path()
+    opened = path.absolute().parent in (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
+    # With a name that is too long, `Path.is_fifo` raises.
+    if not opened and os.path.exists(path) and path.is_fifo():
+        raise UsageError(f"{what} {path} is a named pipe", hint="name a file")
 
 
 def _is_file(values: Mapping[str, Any], name: str) -> bool:

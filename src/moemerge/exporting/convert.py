@@ -18,7 +18,7 @@ from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import WHOLE, Unit
 from moemerge.checkpoint import CheckpointWriter, TensorInfo, check_output, require_space
 from moemerge.config.models import ModelLike
-from moemerge.errors import ArchitectureError, UsageError
+from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.exporting.settings import ExpertLayoutName
 from moemerge.exporting.units import StoredUnits, loaded_architecture
 from moemerge.features.loading import map_stored
@@ -79,6 +79,7 @@ def convert(
         progress.start("converting", len(outputs), unit="tensors")
         for output in outputs:
             for row, block in _blocks(output, stored):
+                _require_finite(opened, output.info.name, block)
                 writer.write(output.info.name, block, row=row)
             progress.advance(1)
         progress.finish()
@@ -96,6 +97,14 @@ def convert(
         opened.checkpoint.require_unchanged()
         writer.commit()
     return report
+
+
+def _require_finite(model: OpenModel, name: str, block: Tensor) -> None:
+    if block.is_floating_point() and not bool(block.isfinite().all()):
+        raise NumericalError(
+            f"{model.label}: {name} has values that are not finite (NaN or infinity)",
+            hint="repair that model first",
+        )
 
 
 def _require_convertible(model: OpenModel) -> None:
