@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -173,23 +174,20 @@ def distilled_testbed() -> str:
     return markdown(("correct answers, %", "math", "code", "chat", "mean of math and code"), shown)
 
 
-# Runs of `evidence natural`: (set, regime, merge) of each column.
-UNSEEN_RUNS = {
-    "strong, seed 0": ("s0", "strong", "linear"),
-    "strong, seed 1": ("s1", "strong", "linear"),
-    "strong, seed 2": ("s2", "strong", "linear"),
-    "mild, seed 2": ("s2", "mild", "linear"),
-    "TIES, strong, seed 2": ("s2", "strong", "ties"),
-    "TIES, mild, seed 2": ("s2", "mild", "ties"),
+# Sets of `evidence natural`, one for each seed, and the regime and merge of each column.
+UNSEEN_SETS = ("s0", "s1", "s2")
+UNSEEN_MERGES = {
+    "average, mild": ("mild", "linear"),
+    "average, strong": ("strong", "linear"),
+    "TIES, mild": ("mild", "ties"),
+    "TIES, strong": ("strong", "ties"),
 }
 UNSEEN_REPAIRS = {
     "harc": "HARC",
     "refit": "refit",
-    "refit-base": "refit with the base",
+    "gradient": "gradient refit",
     "distill-base": "distill with the base",
     "refit+distill-base": "refit, then distill with the base",
-    "polish": "gradient refit, prototype",
-    "gradient": "gradient refit",
     "gradient+distill-base": "gradient refit, then distill with the base",
 }
 # The rows of the results of `LABELS`.
@@ -217,7 +215,7 @@ def unseen(name: str, regime: str) -> dict[str, Repaired]:
 def natural_points() -> list[prediction.Point]:
     """Return what HARC and refit close, for every merge of natural-text models with its KL."""
     points = []
-    for name, regime, merge in UNSEEN_RUNS.values():
+    for name, (regime, merge) in product(UNSEEN_SETS, UNSEEN_MERGES.values()):
         for line in unseen_lines(name, regime):
             if line["model"] == f"{merge}+diagnose":
                 totals = line["diagnosis"]["totals"]
@@ -270,27 +268,33 @@ def predicted() -> str:
 def unseen_closed(regime: str, repair: str) -> list[float]:
     """Return the percentages of the gap that a repair closes, over all sets and merges."""
     kinds = UNSEEN_KINDS.get(repair, set())
-    sets = {name for name, own, _ in UNSEEN_RUNS.values() if own == regime}
-    rows = [row for name in sets for row in unseen(name, regime).values()]
+    rows = [row for name in UNSEEN_SETS for row in unseen(name, regime).values()]
     return [100 * row.closed for row in rows if row.model.partition("+")[2] in kinds]
 
 
 def natural_seeds() -> str:
-    """Return the gap closed and the change on general text of every repair and run."""
-    columns = [(unseen(name, regime), merge) for name, regime, merge in UNSEEN_RUNS.values()]
+    """Return the gap closed on each seed, and the mean change on general text."""
     rows = []
     for repair, title in UNSEEN_REPAIRS.items():
         cells = []
-        for models, merge in columns:
-            row = models.get(f"{merge}+{repair}")
-            cell = ""
-            if row is not None:
-                change = row.untouched["general"] - models[merge].untouched["general"]
-                closed = f"{percent(100 * row.closed)} ± {100 * row.error:.0f}"
-                cell = f"{closed} ({change:+.2f})".replace("-", "−")
-            cells.append(cell)
+        for regime, merge in UNSEEN_MERGES.values():
+            sets = [unseen(name, regime) for name in UNSEEN_SETS]
+            found = {
+                at: one[f"{merge}+{repair}"]
+                for at, one in enumerate(sets)
+                if f"{merge}+{repair}" in one
+            }
+            closed = [
+                f"{100 * found[at].closed:.0f}" if at in found else "·" for at in range(len(sets))
+            ]
+            changes = [
+                row.untouched["general"] - sets[at][merge].untouched["general"]
+                for at, row in found.items()
+            ]
+            cell = f"{', '.join(closed)} % ({statistics.fmean(changes):+.2f})" if found else ""
+            cells.append(cell.replace("-0 ", "0 ").replace("-0,", "0,").replace("-", "−"))
         rows.append((title, *cells))
-    return markdown(("repair", *UNSEEN_RUNS), rows)
+    return markdown(("repair", *UNSEEN_MERGES), rows)
 
 
 def pruned_repairs() -> str:
@@ -655,11 +659,15 @@ def shown_synthetic(regime: str, repair: str) -> dict[str, Any]:
 
 
 def natural_closed(run: str, regime: str, repair: str) -> dict[str, Any]:
-    """Return what a repair closes by merge; gradient steps were measured on another set."""
+    """Return what a repair closes by merge; gradient steps were measured on other sets."""
     if repair != GRADIENT:
         return closed(run, repair)
     merges = {"Weight averaging": "linear+gradient", "TIES": "ties+gradient"}
-    return {title: 100 * unseen("s2", regime)[name].closed for title, name in merges.items()}
+    sets = [unseen(name, regime) for name in UNSEEN_SETS]
+    return {
+        title: statistics.fmean(100 * one[name].closed for one in sets if name in one)
+        for title, name in merges.items()
+    }
 
 
 def figure() -> str:
@@ -691,8 +699,8 @@ def shapes() -> Iterator[str]:
 
 TITLE = "Share of the gap between a merge and its sources that a repair closes"
 NOTE = (
-    "Natural text: loss, one seed (gradient steps: another set). Synthetic: accuracy, five seeds. "
-    "n: not measured. Averaging routers changes nothing in a weight average."
+    "Natural text: loss, one seed (gradient steps: mean of other sets). Synthetic: accuracy, five "
+    "seeds. n: not measured. Averaging routers changes nothing in a weight average."
 )
 
 
