@@ -29,19 +29,20 @@ from moemerge.experiments.tables import (
     AS_MERGED,
     AVERAGED,
     EXACT,
-    EXACT_BASE,
     HARC,
     REFERENCE,
     REFIT,
     REFIT_BASE,
-    REFIT_FIXED,
-    REFIT_KEPT,
     SOURCE,
     TUNED,
     Row,
     TableForm,
 )
 from moemerge.testbed.tasks import DOMAINS
+
+EXACT_BASE = "source targets, exact, with the base"
+REFIT_FIXED = "refit, λ = 0.003"
+REFIT_KEPT = "refit, with the base on text of what is untouched"
 
 TWO = ("math", "code")
 THREE = ("chat", "math", "code")

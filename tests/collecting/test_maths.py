@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moemerge.collecting import maths
-from moemerge.collecting.maths import TOKENS_PER_SUM, Moment, Routed, RoutedGradients, gram_sum
+from moemerge.collecting.maths import TOKENS_PER_SUM, Routed, RoutedGradients, TokenSum, gram_sum
 from moemerge.features.tokens import sort_by_expert
 
 
@@ -32,7 +32,7 @@ def test_gram_of_half_precision_features_is_summed_in_full() -> None:
 
 
 def test_a_moment_is_a_mean_over_all_that_came() -> None:
-    x, moment = random(70, 5), Moment()
+    x, moment = random(70, 5), TokenSum(gram_sum)
     assert moment.mean() is None
     for part in (x[:13], x[13:13], x[13:]):
         moment.add(part)

@@ -10,7 +10,7 @@ from typing import Any
 from moemerge.architectures import names
 from moemerge.architectures.families import family_of, family_of_class
 from moemerge.architectures.layout import ExpertLayout, Piece, equal_parts
-from moemerge.architectures.reading import Header, Named, NameReader, find_quantised
+from moemerge.architectures.reading import Named, NameReader, find_quantised
 from moemerge.architectures.roles import WHOLE, Role, Unit
 from moemerge.architectures.rules import (
     CONFIG_HINT,
@@ -22,6 +22,7 @@ from moemerge.architectures.rules import (
     Router,
     look_up,
 )
+from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import ArchitectureError
 
 
@@ -87,7 +88,7 @@ class Architecture:
     def __init__(
         self,
         config: Mapping[str, Any],
-        tensors: Mapping[str, Header],
+        tensors: Mapping[str, TensorInfo],
         *,
         family: Family | None,
         section: tuple[str, ...],
@@ -105,7 +106,7 @@ class Architecture:
             self._check_against_tensors()
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], tensors: Mapping[str, Header]) -> Architecture:
+    def of(cls, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Architecture:
         """Recognise a checkpoint by `model_type` (also in a nested text config) or by class."""
         section, text = _text_section(config)
         outer, inner = (_name(part.get("model_type")) for part in (config, text))
@@ -114,7 +115,7 @@ class Architecture:
         model_type = inner or outer or (family.model_type if family else None)
         return cls(config, tensors, family=family, section=section, model_type=model_type)
 
-    def describes(self, config: Mapping[str, Any], tensors: Mapping[str, Header]) -> bool:
+    def describes(self, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> bool:
         """Return whether this is the structure of another model's config and headers."""
         own = self._tensors
         if self.config != config or own.keys() != tensors.keys():

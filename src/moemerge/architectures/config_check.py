@@ -15,9 +15,9 @@ from typing import Any, Final
 from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.config_values import names, value_faults
 from moemerge.architectures.opened import OpenModel
-from moemerge.architectures.reading import Header
 from moemerge.architectures.roles import Role
 from moemerge.architectures.rules import CONFIG_HINT, look_up
+from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import ArchitectureError
 
 # Dense models with the names and shapes of Llama.
@@ -55,7 +55,7 @@ _RARELY_NULL = names(
 
 def check_config(
     config: Mapping[str, Any],
-    tensors: Mapping[str, Header],
+    tensors: Mapping[str, TensorInfo],
     where: str,
     *,
     others: Mapping[str, Mapping[str, Any]] | None = None,
@@ -87,7 +87,7 @@ def check_model_config(model: OpenModel) -> None:
 
 def _faults(
     architecture: Architecture,
-    tensors: Mapping[str, Header],
+    tensors: Mapping[str, TensorInfo],
     others: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[str]:
     yield from value_faults(architecture.config, architecture.text_config)
@@ -102,7 +102,9 @@ def _faults(
         yield from _differences(architecture.config, label, other)
 
 
-def _vocabulary_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:
+def _vocabulary_faults(
+    architecture: Architecture, tensors: Mapping[str, TensorInfo]
+) -> Iterator[str]:
     found_names = architecture.embedding_names()
     text, nested = architecture.text_config, architecture.text_config is not architecture.config
     for name in filter(None, (found_names.input, found_names.head)):
@@ -152,14 +154,14 @@ def _sparsity_faults(architecture: Architecture) -> Iterator[str]:
             return
 
 
-def _dense_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:
+def _dense_faults(architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
     """Yield a fault if a family of dense models has experts."""
     expert = next((name for name in tensors if ".experts." in name), None)
     if architecture.family is None and expert is not None:
         yield f"model_type is {architecture.model_type!r}, a dense model, but there is {expert}"
 
 
-def _layer_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:
+def _layer_faults(architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
     """Check the depth. Only layers of multi-token prediction may follow the last one."""
     text, layers = architecture.text_config, architecture.num_layers
     found = 1 + max((n for n in map(architecture.layer_of, tensors) if n is not None), default=-1)
@@ -223,7 +225,9 @@ class _Heads:
         }
 
 
-def _attention_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:
+def _attention_faults(
+    architecture: Architecture, tensors: Mapping[str, TensorInfo]
+) -> Iterator[str]:
     text, family = architecture.text_config, architecture.family
     uneven = family is not None and family.model_type in _OTHER_HEAD_FAMILIES
     if uneven or any(_OTHER_HEAD_SIZES.search(key) for key in text):
@@ -252,7 +256,7 @@ def _attention_faults(architecture: Architecture, tensors: Mapping[str, Header])
             )
 
 
-def _width_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:
+def _width_faults(architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
     """Compare the widths of experts and dense layers with the tensors."""
     for name, header in tensors.items():
         if architecture.expert_of(name):

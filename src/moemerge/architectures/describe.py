@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moemerge.architectures.architecture import Architecture
-from moemerge.architectures.reading import Header
 from moemerge.architectures.roles import ROUTING_ROLES, Role, Unit
 from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
+from moemerge.checkpoint.tensors import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,14 @@ class Description:
         return sum(self.bytes_by_role.values())
 
 
-def describe(config: Mapping[str, Any], tensors: Mapping[str, Header]) -> Description:
+def describe(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Description:
     """Describe a checkpoint without reading a tensor."""
     return describe_architecture(Architecture.of(config, tensors), tensors)
 
 
-def describe_architecture(architecture: Architecture, tensors: Mapping[str, Header]) -> Description:
+def describe_architecture(
+    architecture: Architecture, tensors: Mapping[str, TensorInfo]
+) -> Description:
     """Describe a checkpoint with a known architecture."""
     sizes = {name: _numel(header.shape) for name, header in tensors.items()}
     roles = {name: architecture.role(name) for name in tensors}
@@ -102,7 +104,7 @@ def describe_architecture(architecture: Architecture, tensors: Mapping[str, Head
     )
 
 
-def describe_quantised(tensors: Mapping[str, Header]) -> str | None:
+def describe_quantised(tensors: Mapping[str, TensorInfo]) -> str | None:
     """Return `float8_e4m3fn in 128 x 128 blocks, read as bfloat16`; None for plain floats."""
     units = [header for header in tensors.values() if isinstance(header, QuantisedInfo)]
     if not units:
@@ -167,7 +169,7 @@ def _idle(routed: int, gate: Gate | None, experts: int | None) -> int:
     return routed - routed * min(gate.top_k, experts) // experts
 
 
-def _describe_layout(architecture: Architecture, tensors: Mapping[str, Header]) -> str:
+def _describe_layout(architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> str:
     first = {  # one tensor of each kind is enough: the layers are alike
         (unit.expert is None, unit.projection, len(unit.shape)): (len(units), unit)
         for name in tensors
@@ -193,7 +195,7 @@ def _kind_of_tensor(count: int, unit: Unit) -> str:
 
 
 def _calibratable(
-    architecture: Architecture, gate: Gate | None, tensors: Mapping[str, Header]
+    architecture: Architecture, gate: Gate | None, tensors: Mapping[str, TensorInfo]
 ) -> tuple[bool, str | None]:
     if not architecture.is_moe:
         return False, "no experts: there is no router to calibrate"

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from moemerge.architectures import names
 from moemerge.architectures.layout import ExpertLayout
 from moemerge.architectures.roles import Role
 from moemerge.architectures.rules import Family
+from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.runtime.dtypes import Dtype
-
-
-class Header(Protocol):
-    """The header of a tensor."""
-
-    @property
-    def dtype(self) -> Dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 class Named(NamedTuple):
@@ -43,7 +35,7 @@ class NameReader:
         self._base_only = False
         self._spelled = "layers"
 
-    def read_all(self, tensors: Mapping[str, Header]) -> dict[str, Named]:
+    def read_all(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Named]:
         """Parse every tensor's name. Two tensors never share a key."""
         self._base_only = not any(names.is_wrapped(name) for name in tensors)
         self._spelled = next(
@@ -187,7 +179,7 @@ def way_out(description: str) -> str | None:
 
 
 def find_quantised(
-    configs: Iterable[Mapping[str, Any]], tensors: Mapping[str, Header]
+    configs: Iterable[Mapping[str, Any]], tensors: Mapping[str, TensorInfo]
 ) -> str | None:
     """Describe signs of quantised weights in configs and headers; None for plain floats."""
     for config in configs:

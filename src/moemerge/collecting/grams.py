@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.roles import Unit
-from moemerge.collecting.maths import Magnitude, Moment, Power, Routed, TokenSum
+from moemerge.collecting.maths import Routed, TokenSum, gram_sum, magnitude_sum, power_sum
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import ArchitectureError
 from moemerge.features.input_hooks import (
@@ -53,15 +53,15 @@ class _Layer:
 class Form:
     """A statistic of inputs, and its form in the file."""
 
-    new: Callable[[Ranks], TokenSum]
+    sum: Callable[[Tensor], Tensor]  # over tokens
     stored: Callable[[Tensor], Tensor]
     size: Callable[[int], int]  # of what is stored for inputs of a width
 
 
 INPUT_FORMS = {
-    "gram": Form(Moment, pack_symmetric, packed_size),
-    "activation": Form(Magnitude, Tensor.contiguous, int),
-    "power": Form(Power, Tensor.contiguous, int),
+    "gram": Form(gram_sum, pack_symmetric, packed_size),
+    "activation": Form(magnitude_sum, Tensor.contiguous, int),
+    "power": Form(power_sum, Tensor.contiguous, int),
 }
 
 
@@ -80,7 +80,7 @@ class InputCollector:
         self.notices: list[str] = []
 
     def _new_sum(self) -> TokenSum:
-        return self._form.new(self._ranks)
+        return TokenSum(self._form.sum, self._ranks)
 
     def attach(self, stream: ModelStream, units: UnitMap) -> None:
         """Start recording."""

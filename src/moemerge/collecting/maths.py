@@ -6,8 +6,7 @@ sequence, with δ = d loss / d y. Squares are summed over sequences, never squar
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -55,23 +54,23 @@ def transposed_product(a: Tensor, b: Tensor) -> Tensor:
     return left @ b
 
 
-class TokenSum(ABC):
-    """A running sum over tokens and their number; call `add_up` before `mean`."""
+class TokenSum:
+    """A running sum over tokens and their number; call `add_up` before `mean`.
 
-    def __init__(self, ranks: Ranks = SINGLE) -> None:
+    `of` returns the sum over the rows of x (tokens, d) in float64.
+    """
+
+    def __init__(self, of: Callable[[Tensor], Tensor], ranks: Ranks = SINGLE) -> None:
+        self._of = of
         self._ranks = ranks
         self.tokens = 0
         self._sum: Tensor | None = None
-
-    @abstractmethod
-    def of(self, x: Tensor) -> Tensor:
-        """Return the sum over the rows of x (tokens, d) in float64."""
 
     def add(self, x: Tensor) -> None:
         """Add the rows of x (tokens, d)."""
         if x.shape[0] == 0 and self._ranks.count == 1:  # other ranks may have tokens
             return
-        part = self.of(x)
+        part = self._of(x)
         self._sum = part if self._sum is None else self._sum.add_(part)
         self.tokens += x.shape[0]
 
@@ -88,25 +87,14 @@ class TokenSum(ABC):
         return (self._sum / self.tokens).float()
 
 
-class Moment(TokenSum):
-    """Σ x xᵀ, (d, d)."""
-
-    def of(self, x: Tensor) -> Tensor:
-        return gram_sum(x)
+def magnitude_sum(x: Tensor) -> Tensor:
+    """Return Σ |x| over the rows of x (tokens, d): (d,), float64."""
+    return x.abs().sum(dim=0, dtype=torch.float64)
 
 
-class Magnitude(TokenSum):
-    """Σ |x|, (d,)."""
-
-    def of(self, x: Tensor) -> Tensor:
-        return x.abs().sum(dim=0, dtype=torch.float64)
-
-
-class Power(TokenSum):
-    """Σ x², (d,)."""
-
-    def of(self, x: Tensor) -> Tensor:
-        return x.double().square_().sum(dim=0)
+def power_sum(x: Tensor) -> Tensor:
+    """Return Σ x² over the rows of x (tokens, d): (d,), float64."""
+    return x.double().square_().sum(dim=0)
 
 
 class Routed:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from moemerge.errors import DataError, MoeMergeError
 from moemerge.experiments.tables import Measurement, Repeat
@@ -84,24 +84,10 @@ def _text(of_set: Mapping[str, Any]) -> str:
     return json.dumps(of_set, sort_keys=True)
 
 
-class Node(Protocol):
-    """A model or text that is made of others. Equal nodes are made once."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def parents(self) -> tuple[Any, ...]: ...
-
-
-N = TypeVar("N", contravariant=True)
-C = TypeVar("C", contravariant=True)
-
-
-class Workbench(Protocol[N, C]):
+class Workbench(Protocol):
     """Makes the nodes and measures the cells of one set; sent to worker processes."""
 
-    def is_given(self, node: N) -> bool:
+    def is_given(self, node: Any) -> bool:
         """Return whether a node is an input, which is never removed."""
         ...
 
@@ -110,7 +96,7 @@ class Workbench(Protocol[N, C]):
         """The urgency of a measurement, on the scale of `urgency`."""
         ...
 
-    def urgency(self, node: N) -> float:
+    def urgency(self, node: Any) -> float:
         """Return the urgency of a node. Of two ready items, the more urgent one runs first."""
         ...
 
@@ -118,17 +104,17 @@ class Workbench(Protocol[N, C]):
         """Do the work that all other items wait for."""
         ...
 
-    def make(self, node: N) -> Any: ...
+    def make(self, node: Any) -> Any: ...
 
-    def remove(self, node: N) -> None:
+    def remove(self, node: Any) -> None:
         """Delete a node that no other item needs."""
         ...
 
-    def nodes(self, cell: C) -> tuple[Any, ...]:
+    def nodes(self, cell: Any) -> tuple[Any, ...]:
         """Return all nodes that a measurement needs."""
         ...
 
-    def measure(self, cell: C) -> dict[str, Any]: ...
+    def measure(self, cell: Any) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -136,7 +122,7 @@ class SetCells:
     """The missing cells of one set."""
 
     key: Repeat
-    bench: Workbench[Any, Any]
+    bench: Workbench
     cells: Sequence[Any]
 
 
@@ -204,7 +190,7 @@ def work_of(batch: SetCells, number: int) -> Iterator[WorkItem]:
 
 
 def _measure(
-    bench: Workbench[Any, Any], key: Repeat, cell: Any
+    bench: Workbench, key: Repeat, cell: Any
 ) -> tuple[Repeat, Measurement, Mapping[str, Any]]:
     return key, cell, bench.measure(cell)
 

@@ -18,11 +18,8 @@ AVERAGED = "routers averaged"
 HARC = "HARC"
 SOURCE = "source targets"
 EXACT = "source targets, exact"
-EXACT_BASE = "source targets, exact, with the base"
 REFIT = "refit"
-REFIT_FIXED = "refit, λ = 0.003"
 REFIT_BASE = "refit, with the base"
-REFIT_KEPT = "refit, with the base on text of what is untouched"
 TUNED = "fine-tuned, best of four"
 
 
