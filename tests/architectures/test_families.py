@@ -17,8 +17,9 @@ import zoo
 from moemerge.architectures import families_softmax, rules
 from moemerge.architectures.architecture import Architecture, RouterInfo
 from moemerge.architectures.families import FAMILIES, family_of, family_of_class
-from moemerge.architectures.rules import BiasPlace, Gate, Score
+from moemerge.architectures.rules import Score
 from moemerge.errors import ArchitectureError
+from moemerge.routing.gates import select
 
 INSTALLED = tuple(f for f in (*zoo.FAMILIES, *multimodal_zoo.FAMILIES) if zoo.installed(f))
 NOT_SERVED = ("zaya", "doge")
@@ -59,34 +60,8 @@ def architecture_in_memory(model: Any) -> Architecture:
     return Architecture.of(model.config.to_dict(), model.state_dict())
 
 
-def scores_of(gate: Gate, logits: Tensor) -> Tensor:
-    logits = gate.scale * logits
-    if gate.soft_cap is not None:
-        logits = gate.soft_cap * torch.tanh(logits / gate.soft_cap)
-    return {
-        Score.SOFTMAX: lambda z: z.softmax(-1),
-        Score.SIGMOID: torch.sigmoid,
-        Score.SQRT_SOFTPLUS: lambda z: torch.nn.functional.softplus(z).sqrt(),
-    }[gate.score](logits)
-
-
-def choose(gate: Gate, logits: Tensor, bias: Tensor | None) -> Tensor:
-    """The experts a gate chooses, written from the Gate's own description."""
-    scores = scores_of(gate, logits)
-    if gate.selection_bias is BiasPlace.LOGITS:
-        scores = logits + bias
-    elif gate.selection_bias is BiasPlace.SCORES:
-        scores = scores + bias
-    if gate.groups > 1:
-        grouped = scores.unflatten(-1, (gate.groups, -1))
-        best = grouped.topk(1 if gate.group_score == "max" else 2, dim=-1).values.sum(-1)
-        kept = torch.zeros_like(best).scatter_(-1, best.topk(gate.top_groups).indices, 1.0)
-        scores = grouped.masked_fill(kept[..., None] == 0, gate.masked_score).flatten(-2)
-    return scores.topk(gate.top_k, dim=-1).indices.sort(-1).values
-
-
 def observe(model: Any, module: Any, owner: Any) -> tuple[Tensor, tuple[Any, ...]]:
-    """The input of the router's matrix and the output of the router, on twelve tokens."""
+    """The input of the router's matrix and the output of the router, on sixty tokens."""
     seen: dict[str, Any] = {}
     hooks = [
         module.register_forward_pre_hook(lambda _, args: seen.__setitem__("x", args[0])),
@@ -94,7 +69,7 @@ def observe(model: Any, module: Any, owner: Any) -> tuple[Tensor, tuple[Any, ...
         module.register_forward_hook(lambda _, args, out: seen.__setitem__("out", out)),
     ]
     with torch.no_grad():
-        model(input_ids=torch.arange(3, 15)[None], use_cache=False)
+        model(input_ids=torch.arange(3, 63)[None], use_cache=False)
     for hook in hooks:
         hook.remove()
     out = seen["out"] if isinstance(seen["out"], tuple) else (seen["out"],)
@@ -137,7 +112,7 @@ def test_gate_chooses_the_experts_that_transformers_chooses(model_type: str) -> 
         if not indices and RELEASE < (5, 22):
             pytest.skip("in this release of transformers the block around the router chooses")
         (chosen,) = indices
-        assert torch.equal(chosen.sort(-1).values, choose(place.gate, logits, bias))
+        assert torch.equal(chosen.sort(-1).values, select(place.gate, logits, bias).sort(-1).values)
         check_normalisation(model_type, place, out)
 
 
@@ -273,5 +248,5 @@ def test_axk2_lets_a_masked_expert_win_over_a_negative_score() -> None:
     chosen = out[-1].sort(-1).values
     assert (chosen >= 4).any()
     # the zeros are tied: only that an expert outside the groups comes in is defined
-    ours = choose(place.gate, logits, state[place.selection_bias])
+    ours = select(place.gate, logits, state[place.selection_bias]).sort(-1).values
     assert ((ours >= 4).sum(-1) == (chosen >= 4).sum(-1)).all()

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.rules import Gate, Score
-from moemerge.routing.curvature import Curvature, DomainFeatures
+from moemerge.routing.curvature import (
+    Curvature,
+    DomainCurvature,
+    DomainFeatures,
+    RouterCurvature,
+)
 
 GATES = {
     "softmax": Gate(Score.SOFTMAX, 2),
@@ -67,24 +72,25 @@ def tokens_of(domain: DomainFeatures) -> tuple[Tensor, Tensor]:
     return x, torch.cat(list(domain.targets)).double()
 
 
+def naive_scores(gate: Gate, z: Tensor) -> Tensor:
+    """Scores of tokens before they are normalised, from the definition."""
+    z = gate.scale * z
+    if gate.soft_cap is not None:
+        z = gate.soft_cap * torch.tanh(z / gate.soft_cap)
+    if gate.score is Score.SOFTMAX:
+        return z.exp()
+    if gate.score is Score.SIGMOID:
+        return torch.sigmoid(z)
+    return torch.nn.functional.softplus(z).sqrt()
+
+
 def naive_divergence(gate: Gate, target: Tensor, z: Tensor) -> Tensor:
-    """KL of one token, differentiable, from the definition."""
-
-    def scores(v: Tensor) -> Tensor:
-        v = gate.scale * v
-        if gate.soft_cap is not None:
-            v = gate.soft_cap * torch.tanh(v / gate.soft_cap)
-        if gate.score is Score.SOFTMAX:
-            return v.exp()
-        if gate.score is Score.SIGMOID:
-            return torch.sigmoid(v)
-        return torch.nn.functional.softplus(v).sqrt()
-
-    f, q = scores(target), scores(z)
+    """KL of each token, differentiable, from the definition."""
+    f, q = naive_scores(gate, target), naive_scores(gate, z)
     if gate.score is Score.SIGMOID and not gate.normalised:
-        return (f * (f / q).log() + (1 - f) * ((1 - f) / (1 - q)).log()).sum()
-    p, q = f / f.sum(), q / q.sum()
-    return (p * (p / q).log()).sum()
+        return (f * (f / q).log() + (1 - f) * ((1 - f) / (1 - q)).log()).sum(-1)
+    p, q = f / f.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    return (p * (p / q).log()).sum(-1)
 
 
 def autograd_hessian(gate: Gate, z: Tensor) -> Tensor:
@@ -127,3 +133,15 @@ def dense_system(
     assert isinstance(a, Tensor)
     assert isinstance(b, Tensor)
     return a, b
+
+
+def operator_of(
+    domains: list[DomainFeatures],
+    gate: Gate = GATES["softmax"],
+    curvature: Curvature = Curvature.FULL,
+    *,
+    dense: float = 0.9,
+    diagonal: float = 0.1,
+) -> RouterCurvature:
+    curvatures = [DomainCurvature(gate, domain, curvature) for domain in domains]
+    return RouterCurvature(curvatures, dense=dense, diagonal=diagonal)

@@ -12,7 +12,6 @@ from moemerge.routing import products as module
 from moemerge.routing.curvature import (
     Curvature,
     DomainCurvature,
-    DomainFeatures,
     RouterCurvature,
     token_weights,
 )
@@ -23,19 +22,13 @@ from routing.problems import (
     dense_system,
     make_domains,
     naive_divergence,
+    operator_of,
     tokens_of,
 )
 
 SOFTMAX = GATES["softmax"]
 each_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 each_curvature = pytest.mark.parametrize("curvature", list(Curvature))
-
-
-def operator_of(
-    gate: Gate, domains: list[DomainFeatures], curvature: Curvature, dense: float, diagonal: float
-) -> RouterCurvature:
-    curvatures = [DomainCurvature(gate, domain, curvature) for domain in domains]
-    return RouterCurvature(curvatures, dense=dense, diagonal=diagonal)
 
 
 @each_gate
@@ -60,7 +53,7 @@ def test_operator_equals_its_dense_twin(
     count: int, curvature: Curvature, dense: float, diagonal: float
 ) -> None:
     domains = make_domains(count, tokens=20)
-    operator = operator_of(SOFTMAX, domains, curvature, dense, diagonal)
+    operator = operator_of(domains, curvature=curvature, dense=dense, diagonal=diagonal)
     a, b = dense_system(SOFTMAX, domains, curvature, dense, diagonal)
     matrix = operator.as_matrix()
     torch.testing.assert_close(matrix, a, rtol=1e-10, atol=1e-13)
@@ -73,7 +66,7 @@ def test_operator_equals_its_dense_twin(
 @each_gate
 def test_every_gate_equals_its_dense_twin(gate: Gate) -> None:
     domains = make_domains(2, tokens=12)
-    operator = operator_of(gate, domains, Curvature.FULL, 0.9, 0.1)
+    operator = operator_of(domains, gate)
     a, b = dense_system(gate, domains, Curvature.FULL, 0.9, 0.1)
     torch.testing.assert_close(operator.as_matrix(), a, rtol=1e-8, atol=1e-12)
     torch.testing.assert_close(operator.rhs().reshape(-1), b, rtol=1e-8, atol=1e-12)
@@ -84,7 +77,7 @@ def test_every_gate_equals_its_dense_twin(gate: Gate) -> None:
 def test_bias_columns_and_source_targets(bias: bool, source_targets: bool) -> None:
     domains = make_domains(2, tokens=15, bias=bias, source_targets=source_targets)
     assert domains[0].has_bias is bias
-    operator = operator_of(SOFTMAX, domains, Curvature.FULL, 0.9, 0.1)
+    operator = operator_of(domains)
     a, b = dense_system(SOFTMAX, domains, Curvature.FULL, 0.9, 0.1)
     torch.testing.assert_close(operator.as_matrix(), a, rtol=1e-10, atol=1e-13)
     torch.testing.assert_close(operator.rhs().reshape(-1), b, rtol=1e-10, atol=1e-13)
@@ -94,7 +87,7 @@ def test_bias_columns_and_source_targets(bias: bool, source_targets: bool) -> No
 
 def test_right_hand_side_is_the_papers_for_merged_features() -> None:
     domains = make_domains(3, tokens=15)
-    operator = operator_of(SOFTMAX, domains, Curvature.FULL, 0.9, 0.1)
+    operator = operator_of(domains)
     expected = torch.zeros(20, dtype=torch.float64)
     for domain in domains:
         sigma, _ = dense_sigma(SOFTMAX, domain, Curvature.FULL)
@@ -106,13 +99,13 @@ def test_right_hand_side_is_the_papers_for_merged_features() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_precisions(dtype: torch.dtype) -> None:
     domains = make_domains(2, dtype=dtype, experts=6, width=16, tokens=300)
-    operator = operator_of(SOFTMAX, domains, Curvature.FULL, 0.9, 0.1)
+    operator = operator_of(domains)
     assert operator.dtype is torch.float32
     wide = [
         replace(d, features=[x.double() for x in d.features], router=d.router.double())
         for d in domains
     ]
-    exact = operator_of(SOFTMAX, wide, Curvature.FULL, 0.9, 0.1)
+    exact = operator_of(wide)
     v = torch.randn(6, 16, dtype=torch.float64)
     want = exact.mv(v)
 
@@ -134,10 +127,10 @@ def test_precisions(dtype: torch.dtype) -> None:
 def test_chunks_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     domains = make_domains(2, tokens=50, source_targets=True)
     v = torch.randn(4, 5, dtype=torch.float64)
-    whole = operator_of(SOFTMAX, domains, Curvature.FULL, 0.9, 0.1)
+    whole = operator_of(domains)
     want = whole.mv(v), whole.rhs(), whole.diagonal()
     monkeypatch.setattr(module, "CPU_ROWS", 7)
-    parts = operator_of(SOFTMAX, domains, Curvature.FULL, 0.9, 0.1)
+    parts = operator_of(domains)
     for got, expected in zip((parts.mv(v), parts.rhs(), parts.diagonal()), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
@@ -145,8 +138,8 @@ def test_chunks_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_each_domain_counts_the_same_whatever_its_size() -> None:
     small, large = make_domains(2, tokens=30)
     doubled = replace(large, features=list(large.features) * 5)
-    one = operator_of(SOFTMAX, [small, large], Curvature.FULL, 0.9, 0.1)
-    other = operator_of(SOFTMAX, [small, doubled], Curvature.FULL, 0.9, 0.1)
+    one = operator_of([small, large])
+    other = operator_of([small, doubled])
     torch.testing.assert_close(one.as_matrix(), other.as_matrix())
     torch.testing.assert_close(one.rhs(), other.rhs())
 

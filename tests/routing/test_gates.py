@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import importlib
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,10 +15,9 @@ from moemerge.routing.gates import (
     select,
     slope,
 )
-from routing.problems import GATES
+from routing.problems import GATES, naive_divergence, naive_scores
 
-D, E, K = 16, 12, 3
-SCORES, LOGITS = BiasPlace.SCORES, BiasPlace.LOGITS
+SCORES = BiasPlace.SCORES
 
 each_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 
@@ -30,173 +25,6 @@ each_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 def logits(tokens: int = 20, seed: int = 0, scale: float = 2.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return scale * torch.randn(tokens, 6, generator=generator, dtype=torch.float64)
-
-
-# --- against the models' own routers -------------------------------------------------------------
-
-# family, router class, what else its config holds, the gate, where the selection bias lives
-FAMILIES: list[tuple[str, str, dict[str, Any], Gate, str | None]] = [
-    ("olmoe", "OlmoeTopKRouter", {"norm_topk_prob": False}, Gate(Score.SOFTMAX, K), None),
-    ("qwen3_moe", "Qwen3MoeTopKRouter", {"norm_topk_prob": True}, Gate(Score.SOFTMAX, K), None),
-    ("mixtral", "MixtralTopKRouter", {}, Gate(Score.SOFTMAX, K), None),
-    ("gpt_oss", "GptOssTopKRouter", {}, Gate(Score.SOFTMAX, K), None),
-    ("llama4", "Llama4Router", {}, Gate(Score.SIGMOID, K, normalised=False), None),
-    (
-        "deepseek_v2",
-        "DeepseekV2TopkRouter",
-        {"topk_method": "group_limited_greedy"},
-        Gate(Score.SOFTMAX, K, groups=4, top_groups=2, group_score="max"),
-        None,
-    ),
-    (
-        "mistral4",
-        "Mistral4TopkRouter",
-        {},
-        Gate(Score.SOFTMAX, K, groups=4, top_groups=2, group_score="top2_sum", masked_score=0.0),
-        None,
-    ),
-    *(
-        (
-            family,
-            name,
-            {},
-            Gate(Score.SIGMOID, K, True, SCORES, groups=4, top_groups=2, group_score="top2_sum"),
-            "e_score_correction_bias",
-        )
-        for family, name in [
-            ("deepseek_v3", "DeepseekV3TopkRouter"),
-            ("glm4_moe", "Glm4MoeTopkRouter"),
-            ("dots1", "Dots1TopkRouter"),
-        ]
-    ),
-    (
-        "ernie4_5_moe",
-        "Ernie4_5_MoeTopKRouter",
-        {"moe_norm_min": 1e-12},
-        Gate(Score.SOFTMAX, K, True, SCORES),
-        "moe_statics.e_score_correction_bias",
-    ),
-    (
-        "longcat_flash",
-        "LongcatFlashTopkRouter",
-        {"n_routed_experts": E, "zero_expert_num": 0, "router_bias": False},
-        Gate(Score.SOFTMAX, K, True, SCORES),
-        "e_score_correction_bias",
-    ),
-    (
-        "minimax_m2",
-        "MiniMaxM2TopKRouter",
-        {},
-        Gate(Score.SIGMOID, K, True, SCORES),
-        "argument",
-    ),
-]
-# Families that not every supported transformers has.
-NEWER: list[tuple[str, str, dict[str, Any], Gate, str | None]] = [
-    (
-        "laguna",
-        "LagunaTopKRouter",
-        {"moe_router_logit_softcapping": 1.5},
-        Gate(Score.SIGMOID, K, True, SCORES, soft_cap=1.5),
-        "e_score_correction_bias",
-    ),
-    (
-        "muse_spark",
-        "MuseSparkTopkRouter",
-        {"output_multiplier": 0.3},
-        Gate(Score.SIGMOID, K, True, SCORES, scale=0.3),
-        "e_score_correction_bias",
-    ),
-    (
-        "kolibri1",
-        "Kolibri1TopKRouter",
-        {"norm_topk_prob": True},
-        Gate(Score.SIGMOID, K, True, LOGITS),
-        "e_score_correction_bias",
-    ),
-    (
-        "deepseek_v4",
-        "DeepseekV4TopKRouter",
-        {"scoring_func": "sqrtsoftplus"},
-        Gate(Score.SQRT_SOFTPLUS, K, True, SCORES),
-        "e_score_correction_bias",
-    ),
-    (
-        "axk2",
-        "AXK2TopkRouter",
-        {},
-        Gate(Score.SIGMOID, K, True, SCORES, 4, 2, group_score="top2_sum", masked_score=0.0),
-        "e_score_correction_bias",
-    ),
-]
-
-
-def router_of(family: str, name: str, extra: dict[str, Any], optional: bool) -> torch.nn.Module:
-    path = f"transformers.models.{family}.modeling_{family}"
-    module = pytest.importorskip(path) if optional else importlib.import_module(path)
-    config = SimpleNamespace(
-        hidden_size=D,
-        num_experts=E,
-        num_local_experts=E,
-        n_routed_experts=E,
-        num_experts_per_tok=K,
-        moe_num_experts=E,
-        routed_scaling_factor=1.0,
-        n_group=4,
-        topk_group=2,
-        norm_topk_prob=True,
-    )
-    for key, value in extra.items():
-        setattr(config, key, value)
-    router: torch.nn.Module = getattr(module, name)(config)
-    return router
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "extra", "gate", "bias_place", "optional"),
-    [(*row, False) for row in FAMILIES] + [(*row, True) for row in NEWER],
-    ids=[row[0] for row in FAMILIES + NEWER],
-)
-def test_selection_equals_the_models_own(
-    family: str,
-    name: str,
-    extra: dict[str, Any],
-    gate: Gate,
-    bias_place: str | None,
-    optional: bool,
-) -> None:
-    torch.manual_seed(3)
-    router = router_of(family, name, extra, optional)
-    with torch.no_grad():
-        for parameter in router.parameters():
-            parameter.copy_(torch.randn_like(parameter))
-    # Large enough to overrule the scores now and then, and below zero too.
-    bias = 0.3 * torch.randn(E)
-    if bias_place not in (None, "argument"):
-        owner, _, leaf = bias_place.rpartition(".")
-        held = getattr(router.get_submodule(owner), leaf)
-        held.data.copy_(bias.reshape(held.shape))
-    x = 0.5 * torch.randn(400, D)
-    with torch.no_grad():
-        outputs = router(x, bias) if bias_place == "argument" else router(x)
-    if family == "llama4":
-        scores, z = outputs
-        expected = scores > 0
-    else:
-        if len(outputs) != 3:
-            pytest.skip("in this release of transformers this router keeps its logits to itself")
-        z, _, indices = outputs
-        expected = torch.zeros(400, E, dtype=torch.bool).scatter_(1, indices, value=True)
-    raw = z
-    if gate.soft_cap is not None or gate.scale != 1.0:  # these record their logits after it
-        raw = x @ router.weight.T.detach()  # type: ignore[union-attr,operator]
-    chosen = select(gate, raw, None if bias_place is None else bias)
-    ours = torch.zeros(400, E, dtype=torch.bool).scatter_(1, chosen, value=True)
-    assert torch.equal(ours, expected)
-    if bias_place is not None:  # the bias matters in this test
-        plain = select(gate, raw, torch.zeros(E))
-        without = torch.zeros(400, E, dtype=torch.bool).scatter_(1, plain, value=True)
-        assert not torch.equal(without, expected)
 
 
 def test_masked_score_zero_lets_a_negative_bias_lose_to_another_group() -> None:
@@ -226,25 +54,6 @@ def test_impossible_groups_are_refused() -> None:
 
 
 # --- mathematics ---------------------------------------------------------------------------------
-
-
-def naive_scores(gate: Gate, z: Tensor) -> Tensor:
-    z = gate.scale * z
-    if gate.soft_cap is not None:
-        z = gate.soft_cap * torch.tanh(z / gate.soft_cap)
-    if gate.score is Score.SOFTMAX:
-        return z.exp()
-    if gate.score is Score.SIGMOID:
-        return 1 / (1 + (-z).exp())
-    return (1 + z.exp()).log().sqrt()
-
-
-def naive_divergence(gate: Gate, target: Tensor, z: Tensor) -> Tensor:
-    f, q = naive_scores(gate, target), naive_scores(gate, z)
-    if is_bernoulli(gate):
-        return (f * (f / q).log() + (1 - f) * ((1 - f) / (1 - q)).log()).sum(-1)
-    p, q = f / f.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    return (p * (p / q).log()).sum(-1)
 
 
 @each_gate

@@ -11,7 +11,7 @@ from moemerge.architectures.rules import Gate
 from moemerge.linalg import Deflation, Diagonal, Status, cg
 from moemerge.linalg.cg import Ending, Patience
 from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, preconditioners, solve
-from moemerge.routing.curvature import Curvature, DomainCurvature, RouterCurvature
+from moemerge.routing.curvature import Curvature
 from moemerge.routing.leading import LeadingDirections, sketched_directions
 from moemerge.routing.preconditioners import (
     Attempt,
@@ -20,19 +20,9 @@ from moemerge.routing.preconditioners import (
     build,
 )
 from moemerge.routing.solve import build_operator, solve_system
-from routing.problems import GATES, make_domains
+from routing.problems import GATES, make_domains, operator_of
 
 SOFTMAX = GATES["softmax"]
-
-
-def operator_of(
-    domains: list[DomainFeatures],
-    gate: Gate = SOFTMAX,
-    curvature: Curvature = Curvature.FULL,
-    damping: float = 0.1,
-) -> RouterCurvature:
-    curvatures = [DomainCurvature(gate, domain, curvature) for domain in domains]
-    return RouterCurvature(curvatures, dense=1.0 - damping, diagonal=damping)
 
 
 @pytest.mark.parametrize("curvature", list(Curvature))
