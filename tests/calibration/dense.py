@@ -53,15 +53,32 @@ def precision_matrix(x: Tensor, router: Tensor, curvature: str) -> Tensor:
     return sigma / len(x)
 
 
+def algorithm_one(
+    features: Sequence[Tensor],
+    routers: Sequence[Tensor],
+    curvature: str = "full",
+    *,
+    alpha: float = 0.9,
+    gamma: float | None = None,
+    weights: Sequence[float] | None = None,
+) -> Tensor:
+    """One router from the features and routers of its sources, by a dense solve in float64."""
+    total, rhs = 0, 0
+    for at, (x, w) in enumerate(zip(features, routers, strict=True)):
+        x, w = x.double(), w.double()
+        sigma = (1.0 if weights is None else weights[at]) * precision_matrix(x, w, curvature)
+        own = torch.diag(sigma.diagonal())
+        regular = alpha * sigma + (1 - alpha) * own if gamma is None else sigma + gamma * own
+        total, rhs = total + regular, rhs + regular @ w.reshape(-1)
+    return torch.linalg.solve(total, rhs).reshape(routers[0].shape)
+
+
 def harc(
     merged: Path,
     sources: Mapping[str, Path],
     rows: Mapping[str, Sequence[Sequence[int]]],
-    *,
-    alpha: float | None = 0.9,
-    gamma: float | None = None,
-    curvature: str = "full",
     weights: Mapping[str, float] | None = None,
+    **settings: Any,
 ) -> dict[str, Tensor]:
     """The calibrated routers by their names on disk, float64 (rounded in the model alone)."""
     model = load(merged)
@@ -69,20 +86,12 @@ def harc(
     found = {}
     for path, gate in gates(model).items():
         name = f"{path}.weight"
-        total, rhs = 0, 0
-        for source in sources:
-            w = routers[source][name].double()
-            x = router_inputs(model, gate, rows[source])
-            sigma = (weights or {}).get(source, 1.0) * precision_matrix(x, w, curvature)
-            own = torch.diag(sigma.diagonal())
-            if gamma is not None:
-                regular = sigma + gamma * own
-            else:
-                assert alpha is not None
-                regular = alpha * sigma + (1 - alpha) * own
-            total, rhs = total + regular, rhs + regular @ w.reshape(-1)
-        solution = torch.linalg.solve(total, rhs)
-        found[name] = solution.reshape(w.shape)
+        found[name] = algorithm_one(
+            [router_inputs(model, gate, rows[source]) for source in sources],
+            [routers[source][name] for source in sources],
+            weights=[(weights or {}).get(source, 1.0) for source in sources],
+            **settings,
+        )
         with torch.no_grad():
             gate.weight.copy_(found[name].to(gate.weight.dtype))
     return found

@@ -50,15 +50,9 @@ def problem(
 def test_the_solution_is_the_dense_one(bias: bool) -> None:
     found, features = problem(bias=bias)
     result = calibrate_layer(found, SolveSettings(), start=found.merged)
-    total, rhs = 0, 0
-    for domain, x in zip(found.domains, features, strict=True):
-        wide = x.double()
-        if bias:
-            wide = torch.cat([wide, torch.ones(TOKENS, 1, dtype=torch.float64)], dim=1)
-        sigma = dense.precision_matrix(wide, domain.router, "full")
-        regular = 0.9 * sigma + 0.1 * torch.diag(sigma.diagonal())
-        total, rhs = total + regular, rhs + regular @ domain.router.reshape(-1)
-    expected = torch.linalg.solve(total, rhs).reshape(EXPERTS, -1)
+    if bias:
+        features = [torch.cat([x, torch.ones(TOKENS, 1)], dim=1) for x in features]
+    expected = dense.algorithm_one(features, [domain.router for domain in found.domains])
     torch.testing.assert_close(result.weight.double(), expected[:, :WIDTH], atol=1e-4, rtol=1e-4)
     assert (result.bias is not None) == bias
     if result.bias is not None:

@@ -14,8 +14,9 @@ from torch import Tensor
 import moemerge
 import zoo
 from calibration import cases
+from collecting.direct import whole_model
 from pruning.cases import Kept, slice_experts, text_for
-from refitting.dense import Twin, run, whole_model
+from refitting.dense import Twin, run
 from refitting.test_twin import worst
 
 RIDGE = 0.003

@@ -17,6 +17,7 @@ import moemerge
 import quantised_zoo as qz
 import zoo
 from calibration import cases
+from collecting.direct import whole_model
 from moemerge.cli.app import app
 from moemerge.errors import ArchitectureError, ConfigError, DataError, MoeMergeError, UsageError
 from moemerge.experiments.plan import plan_study
@@ -24,7 +25,7 @@ from moemerge.experiments.study_bench import StudyBench
 from moemerge.experiments.study_file import load_study
 from pruning.cases import slice_experts
 from refitting.cases import make_case
-from refitting.dense import run, sent, whole_model
+from refitting.dense import run, sent
 
 Folder = Callable[..., Path]
 CPU: dict[str, Any] = {"device": "cpu"}

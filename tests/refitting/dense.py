@@ -10,23 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
-import zoo
+from collecting.direct import whole_model
 
 QKV = ("q_proj", "k_proj", "v_proj")
 LATENT = (("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa",), ("kv_b_proj",))
 Rows = Mapping[str, Sequence[Tensor]]  # token rows of every domain
-
-
-def whole_model(folder: Path) -> Any:
-    name = zoo.read_config(folder)["architectures"][0]
-    with zoo._quiet():
-        model = getattr(transformers, name).from_pretrained(
-            folder, dtype=torch.float64, experts_implementation="eager"
-        )
-    return model.eval().requires_grad_(False)
 
 
 @dataclass
@@ -102,7 +92,7 @@ class Twin:
             for names in (QKV, *LATENT):
                 if getattr(attention, names[0], None) is not None:
                     self.same_outputs([f"{layer}.self_attn.{name}" for name in names])
-            self.attention_output(layer)
+            self.last_map(layer, "self_attn.o_proj")
             block = self.model.get_submodule(f"{layer}.mlp")
             if hasattr(block, "experts"):
                 # Who writes to the hidden state first is a matter of the model's code.
@@ -114,7 +104,7 @@ class Twin:
                     self.shared_expert(layer, "shared_experts", first=False)
             else:
                 self.same_outputs([f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"])
-                self.dense_down(layer)
+                self.last_map(layer, "mlp.down_proj")
         if head:
             self.same_outputs(["lm_head"])
         return self
@@ -151,22 +141,16 @@ class Twin:
                 parts[name] = (x, theirs[path].output - ours[path].output, len(x))
             module.weight.copy_(self.solve(module.weight, parts))
 
-    def attention_output(self, layer: str) -> None:
-        path, after = f"{layer}.self_attn.o_proj", f"{layer}.post_attention_layernorm"
+    def last_map(self, layer: str, path: str) -> None:
+        """Of attention or of a dense MLP: it brings the hidden state to where the source's is."""
+        path, norm = f"{layer}.{path}", f"{layer}.post_attention_layernorm"
         parts = {}
-        for name, (ours, theirs) in self.both([layer, path, after]).items():
+        for name, (ours, theirs) in self.both([layer, path, norm]).items():
             x = ours[path].argument(0)
-            wanted = theirs[after].argument(0) - ours[layer].argument(0)
-            parts[name] = (x, wanted - ours[path].output, len(x))
-        module = self.model.get_submodule(path)
-        module.weight.copy_(self.solve(module.weight, parts))
-
-    def dense_down(self, layer: str) -> None:
-        path, before = f"{layer}.mlp.down_proj", f"{layer}.post_attention_layernorm"
-        parts = {}
-        for name, (ours, theirs) in self.both([layer, path, before]).items():
-            x = ours[path].argument(0)
-            wanted = theirs[layer].output - ours[before].argument(0)
+            if "self_attn" in path:
+                wanted = theirs[norm].argument(0) - ours[layer].argument(0)
+            else:
+                wanted = theirs[layer].output - ours[norm].argument(0)
             parts[name] = (x, wanted - ours[path].output, len(x))
         module = self.model.get_submodule(path)
         module.weight.copy_(self.solve(module.weight, parts))

@@ -14,11 +14,11 @@ import moemerge
 import quantised_zoo as qz
 import zoo
 from calibration.cases import changed_tensors
+from collecting.direct import whole_model
 from moemerge.checkpoint.patch import CheckpointPatch
 from moemerge.cli.app import app
 from moemerge.errors import UsageError
 from refitting.cases import Case, make_case
-from refitting.dense import whole_model
 
 SETTINGS: dict[str, Any] = {"ridge": 0.01, "holdout": 0.2, "router": "keep"}
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import zoo
+from collecting.direct import whole_model
 from refitting.cases import make_case
-from refitting.dense import Twin, whole_model
+from refitting.dense import Twin
 
 RIDGE = 0.003
 # Plain; biases in experts (gpt_oss) and attention (qwen2_moe); a shared expert with a gate and a

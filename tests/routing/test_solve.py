@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from calibration.dense import algorithm_one
 from moemerge.errors import DataError, UsageError
 from moemerge.linalg import Status
 from moemerge.routing import (
@@ -19,43 +20,6 @@ from moemerge.routing import (
 from routing.problems import GATES, make_domains
 
 SOFTMAX = GATES["softmax"]
-
-
-def algorithm_one(
-    features: list[Tensor],
-    routers: list[Tensor],
-    curvature: str,
-    *,
-    alpha: float | None = None,
-    gamma: float | None = None,
-) -> Tensor:
-    """Explicit (K·d, K·d) precision matrices in float64, one token at a time, and a dense solve."""
-    experts, width = routers[0].shape
-    total = torch.zeros(experts * width, experts * width, dtype=torch.float64)
-    right = torch.zeros(experts * width, dtype=torch.float64)
-    for x_i, w_i in zip(features, routers, strict=True):
-        x_i, w_i = x_i.double(), w_i.double()
-        sigma = torch.zeros_like(total)
-        for x in x_i:
-            z = w_i @ x
-            r = torch.exp(z - z.max())
-            r = r / r.sum()
-            h = {
-                "full": torch.diag(r) - torch.outer(r, r),
-                "diagonal": torch.diag(r * (1 - r)),
-                "identity": torch.eye(experts, dtype=torch.float64),
-            }[curvature]
-            sigma += torch.kron(h, torch.outer(x, x))
-        sigma /= len(x_i)
-        lam = torch.diag(torch.diag(sigma))
-        if gamma is not None:
-            regularised = sigma + gamma * lam
-        else:
-            assert alpha is not None
-            regularised = alpha * sigma + (1 - alpha) * lam
-        total += regularised
-        right += regularised @ w_i.reshape(-1)
-    return torch.linalg.solve(total, right).reshape(experts, width)
 
 
 def problem(sources: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor]:
