@@ -19,9 +19,9 @@ SETTINGS = {
     "alpha": {"alpha": 0.5},
     "gamma": {"gamma": 0.3},
     "diagonal": {"curvature": "diagonal"},
-    "identity": {"curvature": "identity"},
     "weights": {"weights": {"code": 5.0}},
 }
+INITS = {"alpha": "average", "gamma": "zero"}  # where to start does not change the answer
 
 
 def token_rows(case: cases.Case) -> dict[str, list[list[int]]]:
@@ -43,7 +43,8 @@ def test_routers_are_those_of_algorithm_1(
 ) -> None:
     settings: dict[str, Any] = SETTINGS[name]
     case = case_of(family, sources=sources)
-    case.calibrate(tmp_path / "out", measure=False, **settings)
+    init = INITS.get(name, "merged")
+    case.calibrate(tmp_path / "out", measure=False, init=init, **settings)
     expected = dense.harc(case.merged, case.sources, token_rows(case), **settings)
     before, after = zoo.tensors(case.merged), zoo.tensors(tmp_path / "out")
     assert cases.changed_tensors(case.merged, tmp_path / "out") == set(expected)
@@ -75,14 +76,3 @@ def test_the_report_is_true_of_the_model_that_was_written(
                 assert row[f"kl_{when}"][name] == pytest.approx(kl, rel=1e-3, abs=1e-7)
                 missed = dense.mismatch(x, source, router[row["router"]], zoo.TOP_K)
                 assert row[f"mismatch_{when}"][name] == pytest.approx(missed, abs=0.01)
-
-
-def test_the_start_does_not_change_the_answer(case_of: CaseOf, tmp_path: Path) -> None:
-    case = case_of("olmoe")
-    expected = dense.harc(case.merged, case.sources, token_rows(case))
-    before = zoo.tensors(case.merged)
-    for init in ("merged", "average", "zero"):
-        case.calibrate(tmp_path / init, init=init, measure=False)
-        after = zoo.tensors(tmp_path / init)
-        for name, router in expected.items():
-            assert (after[name] - router).norm() <= 2e-3 * (router - before[name]).norm()
