@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from moemerge.config.models import ModelRef
+from moemerge.config.schema import TokenizerSettings
+from moemerge.merging.tokenizer.plan import TokenizerPlan, plan_tokenizer
 from moemerge.merging.tokenizer.vocab import Vocabulary, read_vocabulary
 
 Maker = Callable[..., ModelRef]
@@ -51,3 +53,16 @@ def vocabularies(models: Sequence[ModelRef]) -> dict[ModelRef, Vocabulary]:
 def numbered(model: int, rows: int, width: int = 2) -> torch.Tensor:
     """Row r of model k holds 100 k + r: a row tells where it comes from."""
     return (100 * model + torch.arange(rows, dtype=torch.float32))[:, None].repeat(1, width)
+
+
+def plan(
+    models: tuple[ModelRef, ...], rows: tuple[int, ...], base: ModelRef | None, **settings: Any
+) -> TokenizerPlan:
+    """Plan the output's tokenizer for models with so many rows in their embeddings."""
+    return plan_tokenizer(
+        TokenizerSettings.model_validate(settings),
+        vocabularies(models),
+        base=base,
+        order=models,
+        embedding_rows=dict(zip(models, rows, strict=True)),
+    )

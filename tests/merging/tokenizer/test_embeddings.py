@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from merging.tokenizer.samples import numbered, vocabularies
+from merging.tokenizer.samples import numbered, plan, vocabularies
 from moemerge.config.models import ModelRef
 from moemerge.config.schema import TokenizerSettings
 from moemerge.errors import TokenizerError
@@ -24,17 +24,11 @@ ROWS = (8, 7, 9)
 def mapped(
     trio: Trio, *, base: ModelRef | None, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> list[list[float]]:
-    plan = plan_tokenizer(
-        TokenizerSettings.model_validate(settings),
-        vocabularies(trio),
-        base=base,
-        order=trio,
-        embedding_rows=dict(zip(trio, ROWS, strict=True)),
-    )
+    found = plan(trio, ROWS, base, **settings)
     tensors = [numbered(k + 1, rows).to(dtype) for k, rows in enumerate(ROWS)]
-    out = preparer(plan, trio)(tensors)
+    out = preparer(found, trio)(tensors)
     for before, after in zip(tensors, out, strict=True):
-        assert after.shape == (plan.output_rows, 2)
+        assert after.shape == (found.output_rows, 2)
         assert after.dtype == before.dtype
         torch.testing.assert_close(after[:, 0], after[:, 1])
     return [t[:, 0].tolist() for t in out]
@@ -103,16 +97,16 @@ def test_padding_rows_hold_the_mean(trio: Trio) -> None:
 
 def test_a_donor_outside_the_merge_leaves_zero_rows(trio: Trio) -> None:
     base, chat, other = trio
-    plan = plan_tokenizer(
+    found = plan_tokenizer(
         TokenizerSettings.model_validate({"source": other.path}),
         vocabularies(trio),
         base=base,
         order=(base, chat),
         embedding_rows={base: 8, chat: 7},
     )
-    out = to_output_vocabulary(plan, {base: numbered(1, 8), chat: numbered(2, 7)})
+    out = to_output_vocabulary(found, {base: numbered(1, 8), chat: numbered(2, 7)})
     assert out[base][:, 0].tolist() == [101, 100, 0, 104, 103, 206, 0]
-    assert any("in no model" in w for w in plan.warnings)
+    assert any("in no model" in w for w in found.warnings)
 
 
 def test_means_are_rounded_once(trio: Trio) -> None:
@@ -122,34 +116,22 @@ def test_means_are_rounded_once(trio: Trio) -> None:
 
 
 def test_inputs_are_left_alone_and_a_bias_works_too(trio: Trio) -> None:
-    plan = plan_tokenizer(
-        TokenizerSettings.model_validate({"source": "union", "pad_to_multiple_of": 4}),
-        vocabularies(trio),
-        base=trio[0],
-        order=trio,
-        embedding_rows=dict(zip(trio, ROWS, strict=True)),
-    )
+    found = plan(trio, ROWS, trio[0], source="union", pad_to_multiple_of=4)
     sizes = enumerate(zip(trio, ROWS, strict=True))
     biases = {model: numbered(k + 1, rows)[:, 0].clone() for k, (model, rows) in sizes}
     before = {m: b.clone() for m, b in biases.items()}
-    out = to_output_vocabulary(plan, biases)
+    out = to_output_vocabulary(found, biases)
     assert out[trio[2]][:9].tolist() == [301, 300, 102, 304, 303, 302, 205, 305, 306]
     assert out[trio[2]].shape == (12,)
     assert all(torch.equal(biases[m], before[m]) for m in trio)
 
 
 def test_what_does_not_fit_the_plan_is_refused(trio: Trio) -> None:
-    plan = plan_tokenizer(
-        TokenizerSettings.model_validate({"source": "base"}),
-        vocabularies(trio),
-        base=trio[0],
-        order=trio,
-        embedding_rows=dict(zip(trio, ROWS, strict=True)),
-    )
+    found = plan(trio, ROWS, trio[0], source="base")
     whole = {m: numbered(k, n) for k, (m, n) in enumerate(zip(trio, ROWS, strict=True))}
     with pytest.raises(TokenizerError, match="every model"):
-        to_output_vocabulary(plan, {trio[0]: whole[trio[0]]})
+        to_output_vocabulary(found, {trio[0]: whole[trio[0]]})
     with pytest.raises(TokenizerError, match="different width"):
-        to_output_vocabulary(plan, whole | {trio[1]: numbered(2, 7, width=3)})
+        to_output_vocabulary(found, whole | {trio[1]: numbered(2, 7, width=3)})
     with pytest.raises(TokenizerError, match="3 rows"):
-        to_output_vocabulary(plan, whole | {trio[1]: numbered(2, 3)})
+        to_output_vocabulary(found, whole | {trio[1]: numbered(2, 3)})

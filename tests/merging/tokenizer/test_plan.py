@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from merging.tokenizer.samples import Maker, vocabularies
+from merging.tokenizer.samples import Maker, plan, vocabularies
 from moemerge.config.models import ModelRef
-from moemerge.config.schema import TokenizerSettings
 from moemerge.errors import TokenizerError
-from moemerge.merging.tokenizer.plan import TokenizerPlan, plan_tokenizer, refuse_unlike_sizes
+from moemerge.merging.tokenizer.plan import refuse_unlike_sizes
 
 Trio = tuple[ModelRef, ModelRef, ModelRef]
-
-
-def plan(
-    models: tuple[ModelRef, ...], rows: tuple[int, ...], base: ModelRef | None, **settings: Any
-) -> TokenizerPlan:
-    return plan_tokenizer(
-        TokenizerSettings.model_validate(settings),
-        vocabularies(models),
-        base=base,
-        order=models,
-        embedding_rows=dict(zip(models, rows, strict=True)),
-    )
 
 
 BASE_IDS = {"a": 0, "b": 1, "ab": 2, "<s>": 3, "</s>": 4}

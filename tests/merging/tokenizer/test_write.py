@@ -9,23 +9,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from merging.tokenizer.samples import Maker, entry, vocabularies, write_json
+from merging.tokenizer.samples import Maker, entry, plan, vocabularies, write_json
 from moemerge.config.models import ModelRef
-from moemerge.config.schema import TokenizerSettings
-from moemerge.merging.tokenizer.plan import TokenizerPlan, plan_tokenizer
 from moemerge.merging.tokenizer.write import config_for, is_tokenizer_file, tokenizer_files
 
 Trio = tuple[ModelRef, ModelRef, ModelRef]
-
-
-def plan(models: tuple[ModelRef, ...], rows: tuple[int, ...], **settings: Any) -> TokenizerPlan:
-    return plan_tokenizer(
-        TokenizerSettings.model_validate(settings),
-        vocabularies(models),
-        base=models[0],
-        order=models,
-        embedding_rows=dict(zip(models, rows, strict=True)),
-    )
 
 
 def written(files: dict[str, bytes], out: Path) -> Any:
@@ -36,7 +24,7 @@ def written(files: dict[str, bytes], out: Path) -> Any:
 
 
 def test_union_loads_with_our_ids(trio: Trio, tmp_path: Path) -> None:
-    found = plan(trio, (8, 7, 9), source="union")
+    found = plan(trio, (8, 7, 9), trio[0], source="union")
     tokenizer = written(tokenizer_files(found), tmp_path / "out")
     assert tokenizer.get_vocab() == found.vocabulary.ids
     ids = found.vocabulary.ids
@@ -59,7 +47,7 @@ def test_union_loads_with_our_ids(trio: Trio, tmp_path: Path) -> None:
 def test_an_unchanged_tokenizer_is_carried_over_byte_for_byte(trio: Trio) -> None:
     (Path(trio[0].path) / "chat_template.jinja").write_text("{{ messages }}")
     (Path(trio[0].path) / "config.json").write_text("{}")
-    files = tokenizer_files(plan(trio, (8, 7, 9), source="base"))
+    files = tokenizer_files(plan(trio, (8, 7, 9), trio[0], source="base"))
     assert set(files) == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     for name, content in files.items():
         assert content == (Path(trio[0].path) / name).read_bytes()
@@ -71,7 +59,7 @@ def test_every_file_that_lists_added_tokens_follows(
     decoder = {"2": {k: v for k, v in entry("<s>", special=True).items() if k != "id"}}
     base = make("b", ["a", "b"], special=["<s>"], bos_token="<s>", added_tokens_decoder=decoder)
     write_json(Path(base.path) / "added_tokens.json", {"<s>": 2})
-    found = plan((base, trio[1]), (8, 7), source="union")
+    found = plan((base, trio[1]), (8, 7), base, source="union")
     files = tokenizer_files(found)
     assert written(files, tmp_path / "out").get_vocab() == found.vocabulary.ids
     listed = json.loads(files["tokenizer_config.json"])["added_tokens_decoder"]
@@ -83,7 +71,7 @@ def test_tokens_that_only_the_config_named_keep_their_ids(
     make: Maker, trio: Trio, tmp_path: Path
 ) -> None:
     base = make("b", ["a", "b"], special=["<s>"], bos_token="<s>", pad_token="<pad>")
-    found = plan((base, trio[1]), (8, 7), source="union")
+    found = plan((base, trio[1]), (8, 7), base, source="union")
     assert found.vocabulary.ids["<pad>"] == 3
     tokenizer = written(tokenizer_files(found), tmp_path / "out")
     assert tokenizer.get_vocab() == found.vocabulary.ids
@@ -101,7 +89,7 @@ def test_dropped_tokens_do_not_come_back(make: Maker, trio: Trio, tmp_path: Path
         additional_special_tokens=["<s>", "<pad>"],
     )
     write_json(Path(base.path) / "special_tokens_map.json", {"pad_token": "<pad>"})
-    found = plan((base, trio[0]), (3, 5), source="base")
+    found = plan((base, trio[0]), (3, 5), base, source="base")
     tokenizer = written(tokenizer_files(found), tmp_path / "out")
     assert tokenizer.get_vocab() == {"a": 0, "b": 1, "<s>": 2} == found.vocabulary.ids
     assert tokenizer.pad_token is None
@@ -114,7 +102,8 @@ def test_a_tokenizer_of_vocab_json_and_merges_grows(trio: Trio, tmp_path: Path) 
     end = {k: v for k, v in entry("<|endoftext|>", special=True).items() if k != "id"}
     config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"}
     write_json(folder / "tokenizer_config.json", {**config, "added_tokens_decoder": {"3": end}})
-    found = plan((ModelRef(str(folder)), trio[1]), (8, 7), source="union")
+    own = ModelRef(str(folder))
+    found = plan((own, trio[1]), (8, 7), own, source="union")
     tokenizer = written(tokenizer_files(found), tmp_path / "out")
     assert tokenizer.get_vocab() == found.vocabulary.ids
     assert tokenizer.encode("ab<im>") == [2, found.vocabulary.ids["<im>"]]
@@ -122,7 +111,7 @@ def test_a_tokenizer_of_vocab_json_and_merges_grows(trio: Trio, tmp_path: Path) 
 
 def test_config_sizes_and_ids_follow_the_tokenizer(trio: Trio) -> None:
     base, _, other = trio
-    found = plan(trio, (8, 7, 9), source=other.path, pad_to_multiple_of=8)
+    found = plan(trio, (8, 7, 9), trio[0], source=other.path, pad_to_multiple_of=8)
     own = vocabularies([base])[base]
     config = {
         "vocab_size": 8,
@@ -146,7 +135,7 @@ def test_config_sizes_and_ids_follow_the_tokenizer(trio: Trio) -> None:
 
 
 def test_config_ids_stand_when_the_tokenizer_is_their_own(trio: Trio) -> None:
-    found = plan(trio, (8, 7, 9), source="union")
+    found = plan(trio, (8, 7, 9), trio[0], source="union")
     own = vocabularies(trio)[trio[0]]
     config = {"vocab_size": 8, "eos_token_id": 4, "pad_token_id": None}
     assert config_for(config, found, own=own, donor=config)[0] == {**config, "vocab_size": 9}
