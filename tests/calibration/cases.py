@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,6 +31,14 @@ class Case:
     def calibrate(self, out: Path, **options: Any) -> CalibrationReport:
         options = {"sources": self.sources, "data": self.data, **options}
         return moemerge.calibrate(self.merged, out, **options)
+
+    def rows(self) -> dict[str, list[Tensor]]:
+        """Token ids of every row, by domain."""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.merged)
+        return {
+            name: [torch.tensor(tokenizer(text)["input_ids"]) for text in texts(path)]
+            for name, path in self.data.items()
+        }
 
     @property
     def flags(self) -> list[str]:

@@ -26,13 +26,13 @@ def gates(model: Any) -> dict[str, Any]:
     return {name: m for name, m in model.named_modules() if name.endswith("mlp.gate")}
 
 
-def router_inputs(model: Any, gate: Any, rows: Sequence[Sequence[int]]) -> Tensor:
+def router_inputs(model: Any, gate: Any, rows: Sequence[Tensor]) -> Tensor:
     """x of every token, one row at a time: no batches, no padding. (tokens, d), float64"""
     seen: list[Tensor] = []
     hook = gate.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
     with torch.no_grad():
         for row in rows:
-            model(input_ids=torch.tensor([list(row)]), use_cache=False)
+            model(input_ids=row[None], use_cache=False)
     hook.remove()
     return torch.cat([x.reshape(-1, x.shape[-1]) for x in seen]).double()
 
@@ -76,7 +76,7 @@ def algorithm_one(
 def harc(
     merged: Path,
     sources: Mapping[str, Path],
-    rows: Mapping[str, Sequence[Sequence[int]]],
+    rows: Mapping[str, Sequence[Tensor]],
     weights: Mapping[str, float] | None = None,
     **settings: Any,
 ) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import zoo
 from calibration import cases, dense
@@ -22,11 +21,6 @@ SETTINGS = {
     "weights": {"weights": {"code": 5.0}},
 }
 INITS = {"alpha": "average", "gamma": "zero"}  # where to start does not change the answer
-
-
-def token_rows(case: cases.Case) -> dict[str, list[list[int]]]:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(case.merged)
-    return {n: [tokenizer(t)["input_ids"] for t in cases.texts(p)] for n, p in case.data.items()}
 
 
 # Every setting with three sources; one of them with another family and two sources.
@@ -45,7 +39,7 @@ def test_routers_are_those_of_algorithm_1(
     case = case_of(family, sources=sources)
     init = INITS.get(name, "merged")
     case.calibrate(tmp_path / "out", measure=False, init=init, **settings)
-    expected = dense.harc(case.merged, case.sources, token_rows(case), **settings)
+    expected = dense.harc(case.merged, case.sources, case.rows(), **settings)
     before, after = zoo.tensors(case.merged), zoo.tensors(tmp_path / "out")
     assert cases.changed_tensors(case.merged, tmp_path / "out") == set(expected)
     for weight, router in expected.items():
@@ -65,7 +59,7 @@ def test_the_report_is_true_of_the_model_that_was_written(
     merged = zoo.tensors(case.merged)
     written = zoo.tensors(tmp_path / "out")
     assert written["model.layers.0.mlp.gate.weight"].dtype == dtype
-    rows = token_rows(case)
+    rows = case.rows()
     for row, gate in zip(report.layers, dense.gates(model).values(), strict=True):
         for name, folder in case.sources.items():
             x = dense.router_inputs(model, gate, rows[name])

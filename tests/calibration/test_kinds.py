@@ -75,8 +75,7 @@ def test_router_biases_are_solved_for(mixed: bool, case_of: CaseOf, tmp_path: Pa
     row = report.layers[-1]
     gate = model.get_submodule(f"model.layers.{row['layer']}.mlp.router")
     name = row["router"].removesuffix("weight")
-    tokens = [torch.tensor(ids).tolist() for ids in _rows(case, "code")]
-    x = dense.router_inputs(model, gate, tokens)
+    x = dense.router_inputs(model, gate, case.rows()["code"])
     ones = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], dim=1)
 
     def whole(folder: Path) -> torch.Tensor:
@@ -107,13 +106,6 @@ def test_the_model_goes_on_with_the_bias_that_is_stored(case_of: CaseOf, tmp_pat
 def _widen_router_biases(tensors: dict[str, torch.Tensor]) -> None:
     for name in [name for name in tensors if name.endswith("router.bias")]:
         tensors[name] = tensors[name].float()
-
-
-def _rows(case: cases.Case, name: str) -> list[list[int]]:
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(case.merged)
-    return [tokenizer(text)["input_ids"] for text in cases.texts(case.data[name])]
 
 
 def test_dense_layers_in_between_are_no_layers_with_routers(

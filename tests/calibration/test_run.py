@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 import yaml
 
 import moemerge
@@ -75,13 +74,11 @@ def test_source_features_agree_with_a_forward_of_the_source(
     case = case_of("olmoe")
     report = case.calibrate(tmp_path / "out", targets="source-features")
     row = report.layers[-1]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(case.merged)
-    rows = [tokenizer(text)["input_ids"] for text in cases.texts(case.data["code"])]
     logits = []
     for folder in (case.sources["code"], tmp_path / "out"):
         model = dense.load(folder)
         gate = dense.gates(model)[row["router"].removesuffix(".weight")]
-        x = dense.router_inputs(model, gate, rows)
+        x = dense.router_inputs(model, gate, case.rows()["code"])
         logits.append(x @ gate.weight.detach().double().T)
     log_r, log_p = (torch.log_softmax(z, dim=-1) for z in logits)
     kl = float((log_r.exp() * (log_r - log_p)).sum(dim=-1).mean())

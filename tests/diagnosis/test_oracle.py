@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoTokenizer
 
 import moemerge
 import zoo
@@ -34,11 +32,6 @@ NUMBERS = (
 )
 
 
-def token_rows(case: cases.Case, name: str) -> list[Tensor]:
-    tokenizer = AutoTokenizer.from_pretrained(case.merged)
-    return [torch.tensor(tokenizer(text)["input_ids"]) for text in cases.texts(case.data[name])]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_figures_are_those_of_whole_models(family: str, case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of(family)
@@ -49,7 +42,7 @@ def test_figures_are_those_of_whole_models(family: str, case_of: CaseOf, tmp_pat
     subjects = {"model": oracle.Whole(case.merged), str(other): oracle.Whole(other)}
     for domain, folder in case.sources.items():
         source = oracle.Whole(folder)
-        rows = token_rows(case, domain)
+        rows = case.rows()[domain]
         theirs, loss_source = source.run(rows)
         for name, model in subjects.items():
             mine, loss = model.run(rows)

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-import transformers
-from torch import Tensor
 
 import moemerge
 from calibration import cases
@@ -19,22 +14,10 @@ from moemerge.refitting.report import RefitReport
 LENGTH = 12  # words of a row of the domain whose rows are all as long
 
 
-@dataclass(frozen=True)
-class Case:
-    merged: Path
-    sources: dict[str, Path]
-    data: dict[str, Path]
-
+class Case(cases.Case):
     def refit(self, out: Path, **options: Any) -> RefitReport:
         options = {"sources": self.sources, "data": self.data, "device": "cpu", **options}
         return moemerge.refit(self.merged, out, **options)
-
-    def rows(self) -> dict[str, list[Tensor]]:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(self.merged)
-        return {
-            name: [torch.tensor(tokenizer(text)["input_ids"]) for text in cases.texts(path)]
-            for name, path in self.data.items()
-        }
 
 
 def make_case(base: Path, folder: Path, *, rows: int = 14, **options: Any) -> Case:
