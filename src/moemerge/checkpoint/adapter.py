@@ -24,6 +24,9 @@ from moemerge.runtime.files import read_object
 
 CONFIG: Final = "adapter_config.json"
 PREFIX: Final = "base_model.model."
+# By these names PEFT recognises experts of older models anywhere and adapts other modules. Given as
+# parameters, they are adapted in place.
+MISTAKEN: Final = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 _KEY: Final = re.compile(
     r"(?P<module>.+?)(?P<nesting>(?:\.base_layer)*)\.(?P<kind>lora_A|lora_B|lora_embedding_A|"
     r"lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.(?P<leaf>weight|bias))?"

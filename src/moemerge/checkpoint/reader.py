@@ -131,7 +131,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
         `out`, a contiguous CPU tensor of the result's shape and dtype, avoids the allocation.
         """
-        info = self._info(name)
+        info = self.tensors.get(name)
         if not isinstance(info, QuantisedInfo):
             return self.file_of(name).read(name, rows, out)
         try:
@@ -149,14 +149,14 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def has_elements(self, name: str) -> bool:
         """Return whether `read_elements` can read the tensor, because it is stored row by row."""
-        info = self._info(name)
+        info = self.tensors.get(name)
         if isinstance(info, QuantisedInfo):
             return not info.stacked
         return isinstance(self.file_of(name), SafetensorsFile)
 
     def read_elements(self, name: str, start: int, out: memoryview) -> None:
         """Fill the bytes `out` with the tensor's dequantised elements from `start` on."""
-        info = self._info(name)
+        info = self.tensors.get(name)
         if isinstance(info, QuantisedInfo):
             # Read the rows that contain the elements; the excess is less than two rows.
             flat = torch.frombuffer(out, dtype=info.dtype.torch)
@@ -171,13 +171,10 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
         """Let the system start to read a tensor that is needed soon. Does not wait."""
-        info = self._info(name)
+        info = self.tensors.get(name)
         if isinstance(info, QuantisedInfo):
             name = info.codes.name
         self.file_of(name).prefetch(name, rows)
-
-    def _info(self, name: str) -> TensorInfo | None:
-        return self.tensors.get(name)
 
     def file_of(self, name: str) -> TensorFile:
         """Return the file that holds a tensor."""
@@ -191,7 +188,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def place_of(self, name: str) -> str:
         """Return the file's name, for messages about a tensor's values."""
-        info = self._info(name)
+        info = self.tensors.get(name)
         return self.file_of(info.codes.name if isinstance(info, QuantisedInfo) else name).path.name
 
     def __getitem__(self, name: str) -> Tensor:

@@ -12,14 +12,11 @@ from torch import nn
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import Role, Unit
-from moemerge.checkpoint.adapter import PREFIX
+from moemerge.checkpoint.adapter import MISTAKEN, PREFIX
 from moemerge.checkpoint.lora import TRANSPOSED_STACKS
 from moemerge.exporting.settings import LoraLayout
 from moemerge.exporting.units import StoredUnits, loaded_architecture
 
-# By these names PEFT recognises experts of older models and adapts other modules. Given as
-# parameters, they are adapted in place.
-_MISTAKEN: Final = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 # Versions that read the expert stacks in this way; other readers decide by them.
 _VERSIONS: Final[Mapping[LoraLayout, str]] = {
     "stacked": "0.19.1",
@@ -144,7 +141,7 @@ def _kind(skeleton: nn.Module, name: str, axes: int, unit: Unit) -> Kind:
     if isinstance(owner, nn.Embedding):
         return Kind.EMBEDDING
     if isinstance(owner, nn.Linear) and axes == 2:
-        mistaken = name.split(".")[-2] in _MISTAKEN
+        mistaken = name.split(".")[-2] in MISTAKEN
         return Kind.PARAMETER if mistaken else Kind.MODULE
     stack = axes == 3 and unit.slot.squeeze
     return Kind.PARAMETER if stack or axes == 2 else Kind.NONE

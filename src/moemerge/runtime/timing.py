@@ -45,13 +45,13 @@ class Stopwatch:
         """Add the time between two marks to a name; the second is now by default."""
         end = self.mark() if end is None else end
         if isinstance(begin, float):
-            self._count(name, end - begin)
+            self.count(name, end - begin)
         else:
             self._pending.append((name, begin, end))
 
     def count(self, name: str, seconds: float) -> None:
         """Add seconds of the host, during which the device was idle."""
-        self._count(name, seconds)
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -70,12 +70,9 @@ class Stopwatch:
         if self._pending:
             torch.cuda.synchronize(self.device)
             for name, begin, end in self._pending:
-                self._count(name, begin.elapsed_time(end) / 1e3)
+                self.count(name, begin.elapsed_time(end) / 1e3)
             self._pending.clear()
         return dict(self._seconds)
-
-    def _count(self, name: str, seconds: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -12,14 +12,12 @@ import torch
 from torch import nn
 
 from moemerge.architectures.roles import Role
+from moemerge.checkpoint.adapter import MISTAKEN
 from moemerge.checkpoint.output import temporary_sibling
 from moemerge.checkpoint.reader import AdaptedCheckpoint, as_ref
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.tuning.job import TuningJob
 
-# By these names peft recognises experts of older models anywhere and adapts other modules. Given as
-# parameters, they are adapted in place.
-_MISTAKEN = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 _LAYER = re.compile(r".*?\.\d+\.(.+)")
 _STACKS = frozenset({Role.ROUTER, Role.EXPERT})
 
@@ -36,7 +34,7 @@ def lora_config(job: TuningJob, model: nn.Module) -> Any:
             continue
         owner = model.get_submodule(name.rpartition(".")[0])
         module = inner[1].removesuffix(".weight")
-        if isinstance(owner, nn.Linear) and module.rpartition(".")[2] in _MISTAKEN:
+        if isinstance(owner, nn.Linear) and module.rpartition(".")[2] in MISTAKEN:
             parameters.add(inner[1])
         elif isinstance(owner, nn.Linear):
             modules.add(module)
