@@ -324,6 +324,7 @@ PRUNED = {
     "pruned by `reap`": ("reap", "none"),
     "by `similarity`": ("similarity", "none"),
     "refit": ("reap", "refit"),
+    "refit by gradient steps": ("reap", "gradient"),
     "refit, with rows of the other domain": ("reap", "refit, general"),
     "fine-tuned, 3e-4": ("reap", "tune 0.0003"),
     "fine-tuned, 1e-3": ("reap", "tune 0.001"),

@@ -58,6 +58,7 @@ def cells() -> Iterator[Cell]:
     for draw in DRAWS:
         for kept in COMPARED:
             for domain in DOMAINS:
+                yield Cell(domain, kept, "reap", "gradient", draw)
                 yield Cell(domain, kept, "similarity", "none", draw)
                 for repair in ("none", "calibrate", "refit", "refit, general", *tuned):
                     yield Cell(domain, kept, "reap", repair, draw)
@@ -109,7 +110,7 @@ def make(cell: Cell, folder: Path, device: str) -> Path:
     shared: dict[str, Any] = {"limit": ROWS, "seed": cell.draw, "measure": False}
     shared |= {"device": device, "dtype": "float32"}
     options: dict[str, Any] = {**shared, "keep": cell.kept / EXPERTS, "score": cell.score}
-    if cell.repair in ("none", "calibrate", "refit"):
+    if cell.repair in ("none", "calibrate", "refit", "gradient"):
         moemerge.prune(model, out, data=data, **{**options, "repair": cell.repair})
         return out
     moemerge.prune(model, folder / "pruned", data=data, **options)

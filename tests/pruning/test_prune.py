@@ -210,6 +210,13 @@ def test_layers_beyond_the_model_are_dropped(
     zoo.assert_loads(tmp_path / "out")
 
 
+def test_a_repair_by_gradient_steps(base: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    report = moemerge.prune(base, tmp_path / "out", data=data, repair="gradient", limit=8, **CPU)
+    assert report.repair is not None
+    assert report.repair.to_json()["settings"]["solver"] == "gradient"
+    zoo.assert_loads(tmp_path / "out")
+
+
 def test_a_killed_repair_is_resumed(
     base: Path, data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

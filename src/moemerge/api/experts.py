@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 REPAIRS: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "calibrate": (CALIBRATION, {"targets": "source-features", "objective": "exact"}),
     "refit": (REFIT, {}),
+    "gradient": (REFIT, {"solver": "gradient"}),
 }
 PRUNED_ALONE = "the pruned model before its repair"
 

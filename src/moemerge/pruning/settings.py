@@ -11,7 +11,7 @@ from moemerge.config.repairs import Repair, StepKeywords, StepSettings
 from moemerge.config.settings import Flag, Share
 
 ExpertScore = Literal["reap", "norm", "frequency", "similarity"]
-RepairAfter = Literal["none", "calibrate", "refit"]
+RepairAfter = Literal["none", "calibrate", "refit", "gradient"]
 
 
 class PruningSettings(StepSettings):
