@@ -29,9 +29,11 @@ DATA = ROOT / "docs" / "data"
 CELLS = DATA / "evidence-methods.jsonl.xz"
 sys.path.insert(0, str(ROOT))
 
-from evidence import prediction, tables  # noqa: E402
+from evidence import prediction, swaps, tables  # noqa: E402
 from evidence.methods import EVERY  # noqa: E402
 from evidence.natural_table import Repaired, repaired_models  # noqa: E402
+from moemerge.diagnosis.results import Swap  # noqa: E402
+from moemerge.diagnosis.verdict import WORTH, won_back  # noqa: E402
 from moemerge.evaluation.significance import paired_t  # noqa: E402
 from tools import scale  # noqa: E402
 
@@ -229,32 +231,24 @@ def natural_points() -> list[prediction.Point]:
 
 
 def predicted() -> str:
-    """Return what repairs closed by the KL of the routing, on fitted and on other seeds."""
+    """Return what HARC closed by the KL of the routing, on fitted and on other seeds."""
     found = prediction.merges(CELLS)
     fitted = prediction.bands([m for m in found if m.seed in prediction.FITTED_SEEDS])
     others = prediction.bands([m for m in found if m.seed in prediction.TESTED_SEEDS])
     rows, least = [], 0.0
     for below in fitted:
         label = f"{least:g} to {below:g}" if below < math.inf else f"above {least:g}"
-        cells = []
-        for repair in prediction.TITLES:
-            for part in (fitted, others):
-                own = prediction.expected([getattr(one, repair) for one in part[below]])
-                cells.append(str(own).replace("-", "−").replace("%", " %"))
+        cells = [
+            str(prediction.expected([one.harc for one in part[below]])).replace("-", "−")
+            for part in (fitted, others)
+        ]
+        cells = [cell.replace("%", " %") for cell in cells]
         rows.append((label, str(len(fitted[below]) + len(others[below])), *cells))
         least = below
-    heads = [
-        f"{title}: {part}"
-        for title in prediction.TITLES.values()
-        for part in ("fitted", "other seeds")
-    ]
-    checks = []
-    for repair, title in prediction.TITLES.items():
-        test = prediction.tested(found, attrgetter(repair))
-        errors = (f"{100 * error:.0f} points" for error in (test.error, test.naive_error))
-        inside = percent(100 * test.inside)
-        checks.append((title, f"{test.correlation:.2f}", *errors, inside))
-    headings = ("KL of the routing, nats", "merges", *heads)
+    test = prediction.tested(found, attrgetter("harc"))
+    errors = (f"{100 * error:.0f} points" for error in (test.error, test.naive_error))
+    checks = [("HARC", f"{test.correlation:.2f}", *errors, percent(100 * test.inside))]
+    headings = ("KL of the routing, nats", "merges", "HARC: fitted", "HARC: other seeds")
     tests = (
         "on other seeds",
         "correlation",
@@ -263,6 +257,31 @@ def predicted() -> str:
         "in range",
     )
     return f"{markdown(headings, rows)}\n\n{markdown(tests, checks)}"
+
+
+def swapped() -> str:
+    """Return what swapped routers win back and HARC closes, in fitted and in other merges."""
+    found = swaps.read(DATA / "swaps.jsonl")
+    natural = []
+    for name, (regime, merge) in product(UNSEEN_SETS, UNSEEN_MERGES.values()):
+        for line in unseen_lines(name, regime):
+            harc = unseen(name, regime).get(f"{merge}+harc")
+            if line["model"] == f"{merge}+diagnose" and harc is not None:
+                won = won_back([Swap(**one) for one in line["diagnosis"]["swaps"]])
+                natural.append(swaps.Swapped(3, won or 0.0, harc.closed))
+    kinds = {
+        "two synthetic specialists": [one for one in found if one.sources == 2],
+        "three": [one for one in found if one.sources == 3],
+        "natural text": natural,
+    }
+    rows = []
+    for title, own in kinds.items():
+        for part, above in (("below 25 %", False), ("above", True)):
+            group = [one for one in own if (one.won_back >= WORTH) == above]
+            if group:
+                shares = ([100 * getattr(one, n) for one in group] for n in ("won_back", "closed"))
+                rows.append((f"{title}, {part}", str(len(group)), *map(spread, shares)))
+    return markdown(("won back by swapped routers", "merges", "won back", "HARC closed"), rows)
 
 
 def unseen_closed(regime: str, repair: str) -> list[float]:
@@ -836,6 +855,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "natural-setup": natural_setup,
     "natural-text": natural_text,
     "natural-seeds": natural_seeds,
+    "swapped": swapped,
     "predicted": predicted,
     "routers": routers,
     "paired-summary": paired_summary,

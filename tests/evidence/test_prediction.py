@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from evidence import swaps
 from evidence.prediction import FITTED_SEEDS, Merge, bands, expected, merges
 from evidence.prediction import tested as on_other_seeds
-from moemerge.diagnosis.advice import CALIBRATION, REFIT, Expected, expected_of_calibration
+from moemerge.diagnosis.advice import (
+    CALIBRATION,
+    REFIT,
+    SHORTFALL,
+    Expected,
+    expected_by_swaps,
+    expected_of_calibration,
+)
+from moemerge.diagnosis.verdict import WORTH
 
 CELLS = Path(__file__).parents[2] / "docs" / "data" / "evidence-methods.jsonl.xz"
 
@@ -46,3 +55,11 @@ def test_a_band_has_its_lower_edge(kl: float, band: float) -> None:
 
 def test_an_expectation_reads_as_percentages() -> None:
     assert str(Expected(0.04, -0.02, 0.11)) == "4% (-2% to 11%)"
+
+
+def test_swaps_predict_merges_of_more_specialists() -> None:
+    found = swaps.read(CELLS.with_name("swaps.jsonl"))
+    assert str(swaps.shortfall(found)) == str(SHORTFALL)
+    others = [one for one in found if one.sources == 3 and one.won_back >= WORTH]
+    assert all(abs(expected_by_swaps(one.won_back).share - one.closed) < 0.1 for one in others)
+    assert max(one.closed for one in found if one.won_back < WORTH) < 0.01

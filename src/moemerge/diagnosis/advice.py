@@ -19,6 +19,7 @@ from moemerge.diagnosis.verdict import (
     recommended,
     routers_matter,
     theory,
+    won_back,
 )
 from moemerge.report.words import percent, plain
 
@@ -92,7 +93,7 @@ def advise(measured: Measurements) -> tuple[str, ...]:
         advice += _cause(about)
         advice += _where(about)
         if not about.calibrated:
-            advice.append(_expected(about.overall))
+            advice.append(_expected(about.overall, won_back(measured.swaps)))
         if not measured.swaps:
             advice.append(_unmeasured(about.overall.loss_gap))
     advice += _experts(about.rows)
@@ -105,8 +106,13 @@ def advise(measured: Measurements) -> tuple[str, ...]:
     return (*choice, *elsewhere, *advice, *_swapped(measured.swaps), *_few_tokens(own))
 
 
-def _expected(own: Overall) -> str:
-    """State what repairs closed in measured merges, and recommend one."""
+def _expected(own: Overall, bound: float | None) -> str:
+    """State what repairs closed in measured merges; without swaps, recommend one."""
+    if bound is not None:
+        return (
+            f"In merges of synthetic specialists where the sources' routers won back as much, "
+            f"calibration closed {expected_by_swaps(bound)} of the gap to the sources."
+        )
     kl = own.mean("kl")
     expected = expected_of_calibration(kl)
     text = (
@@ -326,9 +332,10 @@ def _few_tokens(own: Sequence[LayerDiagnosis]) -> list[str]:
 class Expected:
     """The share of the gap to the sources that a repair closed.
 
-    It is the mean over merges of synthetic specialists, with the range of four fifths of them. The
-    KL of the routing tells merges in which routers matter from others. Nothing measured predicts
-    what refit closes. `evidence/prediction.py` fits the numbers and tests them on other models.
+    It is the mean over merges of synthetic specialists, with the range of four fifths of them.
+    Swapped routers predict what calibration closes, the KL of the routing does so less well, and
+    nothing measured predicts what refit closes. `evidence/prediction.py` and `evidence/swaps.py`
+    fit the numbers and test them on other models.
     """
 
     share: float
@@ -353,3 +360,13 @@ def expected_of_calibration(kl: float) -> Expected:
     """Return what `calibrate` closed in merges with such a routing KL, which may be infinite."""
     bands = (expected for below, expected in CALIBRATION.items() if kl < below)
     return next(bands, CALIBRATION[math.inf])
+
+
+# By how much less calibration closed than the sources' routers won back (`evidence/swaps.py`).
+SHORTFALL: Final = Expected(0.09, 0.04, 0.19)
+
+
+def expected_by_swaps(won_back: float) -> Expected:
+    """Return what `calibrate` closed in merges where swapped routers won back this share."""
+    shares = (SHORTFALL.share, SHORTFALL.high, SHORTFALL.low)
+    return Expected(*(min(won_back, 1.0) - share for share in shares))
