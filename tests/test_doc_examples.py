@@ -86,7 +86,9 @@ def models(
 
 
 @pytest.fixture
-def scratch(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def scratch(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """A folder to stand in, with those models and text of each domain."""
     for name, path in models.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -99,10 +101,10 @@ def scratch(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
     for package in (moemerge, moemerge.cli):  # where the example of a job adds modules
         added = tmp_path / "src" / package.__name__.replace(".", "/")
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(added)])
-    monkeypatch.delitem(sys.modules, "my_methods", raising=False)  # of another page
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("my_methods", None)  # the plugin of a page is not loaded elsewhere
 
 
 def commands(block: str, *, slow: bool = False) -> list[list[str]]:
