@@ -110,8 +110,8 @@ def _expected(own: Overall, bound: float | None) -> str:
     """State what repairs closed in measured merges; without swaps, recommend one."""
     if bound is not None:
         return (
-            f"In merges of synthetic specialists where the sources' routers won back as much, "
-            f"calibration closed {expected_by_swaps(bound)} of the gap to the sources."
+            "In merges of synthetic specialists where the sources' routers won back 63 to 94 %, "
+            f"calibration closed about 9 points less: here, {expected_by_swaps(bound)} of the gap."
         )
     kl = own.mean("kl")
     expected = expected_of_calibration(kl)
