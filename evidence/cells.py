@@ -25,6 +25,7 @@ from evidence.forced import generate_forced
 from evidence.methods import AVERAGE, EVERY, MergeFiles, merge_config
 from evidence.scoring import accuracy
 from evidence.texts import (
+    GENERAL_ROWS,
     general_file,
     general_text,
     held_out_text,
@@ -45,6 +46,7 @@ CHOICE = "choice.json"  # in a model's folder: which fine-tuning was chosen
 # Approximate seconds; long work starts first.
 MERGING = {"adamerging": 60.0, "fisher": 15.0, "wudi": 9.0, "doge": 9.0, "regmean": 5.0}
 MEASURING = 10.0
+EXACT_SETTINGS: Mapping[str, Any] = {"targets": "source-features", "objective": "exact"}
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,26 @@ def _measure_each(
     return {"domains": rows}
 
 
+def _measure_pruned(
+    domains: tuple[str, ...], steps: tuple[Step, ...], bench: Bench, scratch: Path
+) -> dict[str, Any]:
+    """Measure each pruned specialist on its own domain, and all of them on the other domains."""
+    rows: dict[str, Any] = {}
+    elsewhere: dict[str, list[bool]] = {domain: [] for domain in DOMAINS if domain not in domains}
+    for domain in domains:
+        model = bench.model(domain)
+        for number, step in enumerate(steps):
+            out = scratch / domain / str(number)
+            step(bench, model, (domain,), out)
+            model = out
+        rows[domain] = bench.solved(model, domain)
+        for other, solved in elsewhere.items():
+            test = test_set(other, bench.scale.problems)
+            solved += accuracy(model, test, device=bench.device)
+    untouched = {domain: _accuracy_row(solved) for domain, solved in elsewhere.items()}
+    return {"domains": rows, "untouched": untouched}
+
+
 def _measure_forced(merge: Merge, bench: Bench, scratch: Path) -> dict[str, Any]:
     """Measure a merge with the routing of each domain's specialist."""
     rows = {}
@@ -337,6 +359,14 @@ def refitted(
     return _one(f"{merge.name} refitted[{','.join(words)}]", merge, step)
 
 
+def distilled(cell: Cell, general: int = 0, **settings: Any) -> Cell:
+    """The model of a cell, distilled from the specialists and, on `general` rows, the base."""
+    words = [f"{key}={value}" for key, value in sorted(settings.items())]
+    words += [f"base={general}"] if general else []
+    step = partial(_distill, general=general, settings=settings)
+    return _one(f"{cell.name} distilled[{','.join(words)}]", cell.merges[0], *cell.steps, step)
+
+
 @dataclass(frozen=True)
 class Tuning:
     """A fine-tuning: a multiple of the usual steps, and a learning rate."""
@@ -358,6 +388,18 @@ def tuned(cell: Cell, tunings: tuple[Tuning, ...] = (USUAL,)) -> Cell:
     sweep = "|".join(f"{tuning.times}x{tuning.lr:g}" for tuning in tunings)
     name = f"{cell.name} tuned" + (f"[{sweep}]" if tunings != (USUAL,) else "")
     return _one(name, cell.merges[0], *cell.steps, partial(_tune, tunings=tunings))
+
+
+def pruned(
+    domains: tuple[str, ...], keep: float, score: str = "reap", repair: str | None = None
+) -> Cell:
+    """Specialists with a share of their experts; `repair` is one of `PRUNED_REPAIRS`."""
+    words = [f"keep={keep:g}"] + ([f"score={score}"] if score != "reap" else [])
+    name = f"specialists({','.join(domains)}) pruned[{','.join(words)}]"
+    steps: tuple[Step, ...] = (partial(_prune, keep=keep, score=score),)
+    if repair is not None:
+        name, steps = f"{name} {repair}", (*steps, PRUNED_REPAIRS[repair])
+    return Cell(name, domains, (), partial(_measure_pruned, domains, steps), steps)
 
 
 # --- steps --------------------------------------------------------------------------------------
@@ -414,14 +456,44 @@ def _refit(
     general: int,
     kept: str,
     settings: Mapping[str, Any],
+    original: bool = False,
 ) -> None:
+    """Refit to the specialists; the base, or the original, is the source of the other text."""
     data: dict[str, Any] = {domain: bench.text("correct", domain) for domain in domains}
     if general:
         data[BASE] = kept_text(kept, general) if kept else general_text(general)
     sources = {name: bench.model(name) for name in data}
+    if original:
+        sources[BASE] = bench.model(domains[0])
     # `measure` is off: every cell is measured on other text anyway.
     keywords: dict[str, Any] = {"measure": False, **settings, "limit": rows}
     moemerge.refit(model, out, sources=sources, data=data, device=bench.device, **keywords)
+
+
+def _distill(
+    bench: Bench,
+    model: Path,
+    domains: tuple[str, ...],
+    out: Path,
+    *,
+    general: int,
+    settings: Mapping[str, Any],
+) -> None:
+    data: dict[str, Any] = {domain: bench.text("correct", domain) for domain in domains}
+    if general:
+        data[BASE] = general_text(general)
+    sources = {name: bench.model(name) for name in data}
+    keywords: dict[str, Any] = {"measure": False, **settings}
+    moemerge.distill(model, out, sources=sources, data=data, device=bench.device, **keywords)
+
+
+def _prune(
+    bench: Bench, model: Path, domains: tuple[str, ...], out: Path, *, keep: float, score: Any
+) -> None:
+    data = {domain: bench.text("correct", domain) for domain in domains}
+    moemerge.prune(
+        model, out, data=data, keep=keep, score=score, device=bench.device, measure=False
+    )
 
 
 def _tune(
@@ -459,3 +531,19 @@ def _tune(
 
     tried = [{**values(tuning), "validation": share} for tuning, share in shares.items()]
     (out / CHOICE).write_text(json.dumps({"chosen": values(best), "tried": tried}))
+
+
+_refit_alone = partial(_refit, rows=None, general=0, kept="")
+# Repairs of a pruned specialist, with the specialist as the source.
+PRUNED_REPAIRS: Mapping[str, Step] = {
+    "calibrated": partial(
+        _calibrate, text="correct", share=1.0, general=0, settings=EXACT_SETTINGS
+    ),
+    "refitted": partial(_refit_alone, settings={}),
+    "gradient": partial(_refit_alone, settings={"solver": "gradient"}),
+    "refitted, chat": partial(
+        _refit, rows=None, general=GENERAL_ROWS, kept="chat", settings={}, original=True
+    ),
+    "tuned": partial(_tune, tunings=SWEEP),
+    "routers distilled": partial(_distill, general=0, settings={"only": "routers"}),
+}

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import log10
-from typing import Any
 
 from evidence.cells import (
+    EXACT_SETTINGS,
     SWEEP,
     Cell,
     Merge,
@@ -16,9 +16,11 @@ from evidence.cells import (
     averaged_routers,
     base,
     calibrated,
+    distilled,
     forced_routing,
     merged,
     merged_routers,
+    pruned,
     refitted,
     source_routers,
     specialists,
@@ -43,6 +45,12 @@ from moemerge.testbed.tasks import DOMAINS
 EXACT_BASE = "source targets, exact, with the base"
 REFIT_FIXED = "refit, λ = 0.003"
 REFIT_KEPT = "refit, with the base on text of what is untouched"
+GRADIENT = "gradient refit"
+GRADIENT_BASE = "gradient refit, with the base on general text"
+DISTILL = "distill"
+DISTILL_BASE = "distill, with the base on general text"
+PRUNED = "pruned"
+ROUTERS_DISTILLED = "routers distilled"
 
 TWO = ("math", "code")
 THREE = ("chat", "math", "code")
@@ -61,7 +69,6 @@ GENERAL = 64  # rows of general text for the base
 RIDGES = (0.3, 0.03, 0.003, 0.0003)
 ROWS = (10, 51, 128)  # rows per domain
 PARTS = ("attention", "router", "experts", "head")
-EXACT_SETTINGS: dict[str, Any] = {"targets": "source-features", "objective": "exact"}
 
 
 @dataclass(frozen=True)
@@ -298,6 +305,60 @@ def _parts(merge: Merge) -> Variants:
     }
 
 
+def _distillation(merge: Merge) -> Variants:
+    plain, refit = merged(merge), refitted(merge)
+    return {
+        AS_MERGED: plain,
+        REFIT: refit,
+        REFIT_BASE: refitted(merge, general=GENERAL),
+        DISTILL: distilled(plain),
+        DISTILL_BASE: distilled(plain, general=GENERAL),
+        f"{REFIT}, then {DISTILL_BASE}": distilled(refit, general=GENERAL),
+        TUNED: tuned(plain, SWEEP),
+    }
+
+
+def _gradient_steps(merge: Merge) -> Variants:
+    refit = refitted(merge, solver="gradient")
+    return {
+        AS_MERGED: merged(merge),
+        REFIT: refitted(merge),
+        GRADIENT: refit,
+        GRADIENT_BASE: refitted(merge, general=GENERAL, solver="gradient"),
+        f"{GRADIENT}, then {DISTILL_BASE}": distilled(refit, general=GENERAL),
+    }
+
+
+# --- pruning --------------------------------------------------------------------------------------
+
+KEPT = {"a quarter": 0.75, "a third": 0.667, "half": 0.5, "two thirds": 0.333}
+SCORES = ("norm", "frequency", "similarity")
+_PRUNED_REPAIRS = {
+    "refitted": REFIT,
+    "tuned": TUNED,
+    "calibrated": EXACT,
+    "routers distilled": ROUTERS_DISTILLED,
+    "refitted, chat": REFIT_KEPT,
+    "gradient": GRADIENT,
+}
+
+
+def _pruning(removed: Sequence[str], repairs: Sequence[str], scope: Scope) -> list[Row[Cell]]:
+    """Return pruned specialists and their repairs."""
+    rows = [Row(REFERENCE, "specialists", specialists(TWO))]
+    for share in removed:
+        group, keep = f"{share} removed", KEPT[share]
+        rows.append(Row(group, PRUNED, pruned(TWO, keep)))
+        for repair in repairs:
+            rows.append(Row(group, _PRUNED_REPAIRS[repair], pruned(TWO, keep, repair=repair)))
+    return rows
+
+
+def _scores(scope: Scope) -> list[Row[Cell]]:
+    group, keep = "a third removed", KEPT["a third"]
+    return [Row(group, score, pruned(TWO, keep, score)) for score in ("reap", *SCORES)]
+
+
 _MAIN = ((AS_MERGED, HARC), (AS_MERGED, AVERAGED), (AVERAGED, HARC), (HARC, SOURCE))
 _REPAIRED = ((AS_MERGED, HARC), (AS_MERGED, REFIT), (HARC, REFIT))
 _EXTENDED = (*_MAIN, (HARC, EXACT), (EXACT, REFIT))
@@ -482,6 +543,62 @@ EXPERIMENTS: dict[str, Experiment] = {
             partial(_refit_ablation, _texts),
             figure="lines",
             axis="rows of text per domain",
+        ),
+        Experiment(
+            "distill",
+            "Distillation",
+            "A weight average repaired with the same text: maps refitted, or all weights trained "
+            "on the specialists' distributions. With the base: one more source, on 64 rows of "
+            "general text.",
+            TWO,
+            partial(_refit_ablation, _distillation),
+            figure="bars",
+            compare=((AS_MERGED, DISTILL), (REFIT, DISTILL), (TUNED, DISTILL)),
+        ),
+        Experiment(
+            "gradient",
+            "Refit by gradient steps",
+            "The same weight average, refitted in closed form or by gradient steps.",
+            TWO,
+            partial(_refit_ablation, _gradient_steps),
+            figure="bars",
+            compare=((REFIT, GRADIENT),),
+        ),
+        Experiment(
+            "prune",
+            "Pruned specialists",
+            "Each specialist without a third of its experts, repaired with its own text and "
+            "itself as the source.",
+            TWO,
+            partial(_pruning, ["a third"], list(_PRUNED_REPAIRS)[:-1]),
+            figure="groups",
+            compare=((PRUNED, REFIT), (TUNED, REFIT)),
+        ),
+        Experiment(
+            "prune-shares",
+            "Pruned specialists: how many experts are removed",
+            "Each specialist with fewer experts, repaired with its own text.",
+            TWO,
+            partial(_pruning, ["a quarter", "half", "two thirds"], ["refitted", "tuned"]),
+            figure="groups",
+            compare=((PRUNED, REFIT), (TUNED, REFIT)),
+        ),
+        Experiment(
+            "prune-gradient",
+            "Pruned specialists, refitted by gradient steps",
+            "Refit in closed form, by gradient steps, and fine-tuning.",
+            TWO,
+            partial(_pruning, ["a third"], ["refitted", "gradient", "tuned"]),
+            figure="groups",
+            compare=((REFIT, GRADIENT), (TUNED, GRADIENT)),
+        ),
+        Experiment(
+            "prune-scores",
+            "Pruned specialists: which experts are removed",
+            "Scores of experts, without a repair.",
+            TWO,
+            _scores,
+            figure="bars",
         ),
         Experiment(
             "refit-parts",

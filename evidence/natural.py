@@ -35,7 +35,7 @@ MIXTURE = {"python": 0.2, "js": 0.2, "prose": 0.2, "general": 0.35, "math": 0.05
 BASE_PACKAGES = 0.4  # share of a specialist's packages that the base sees
 LENGTH = 512  # tokens of a row
 END, PAD = 0, 1  # END precedes every document
-TEST_SHARE = 8  # one package in this many is for tests only
+TEST_SHARE = 8  # one package in this many is for tests only, with --more-text one for calibration
 ROWS_OF_DOCUMENT = 6  # at most, in test and calibration text
 
 Ids = NDArray[np.uint16]
@@ -82,15 +82,21 @@ ROWS = 64  # of a training step
 # --- text -----------------------------------------------------------------------------------------
 
 
-def read_corpus(folder: Path) -> dict[tuple[str, str], Documents]:
-    """Return the documents by (domain, split). Test packages are taken from the training split."""
+def read_corpus(folder: Path, *, more_text: bool) -> dict[tuple[str, str], Documents]:
+    """Return the documents by (domain, split).
+
+    Test packages are taken from the training split, and with `more_text` also packages whose text
+    is for calibration.
+    """
+    taken = {0: "test", 1: "validation"} if more_text else {0: "test"}
     files = sorted(folder.glob("*.jsonl.xz"))
     corpus: dict[tuple[str, str], Documents] = defaultdict(list)
     with ProcessPoolExecutor() as pool:
         for rows in pool.map(_tokenise, files, [folder / "tokenizer.json"] * len(files)):
             for domain, split, package, ids in rows:
-                is_test = split == "train" and zlib.crc32(package.encode()) % TEST_SHARE == 0
-                corpus[domain, "test" if is_test else split].append((package, ids))
+                if split == "train":
+                    split = taken.get(zlib.crc32(package.encode()) % TEST_SHARE, split)
+                corpus[domain, split].append((package, ids))
     return corpus
 
 
@@ -273,7 +279,7 @@ def make_set(corpus_folder: Path, out: Path, options: argparse.Namespace) -> Non
     torch.manual_seed(options.seed)
     tokenizer_file = corpus_folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    corpus = read_corpus(corpus_folder)
+    corpus = read_corpus(corpus_folder, more_text=options.more_text)
     (out / "text").mkdir(parents=True, exist_ok=True)
     for domain in DOMAINS:
         test = text_rows(corpus[domain, "test"], options.test_tokens, options.seed)
@@ -293,6 +299,8 @@ def make_set(corpus_folder: Path, out: Path, options: argparse.Namespace) -> Non
         "architecture": options.architecture,
         "parameters": parameters,
         "size": asdict(size),
+        "calibration_rows": options.calibration_rows,
+        "more_text": options.more_text,
         "regimes": {name: asdict(regime) for name, regime in regimes.items()},
         "training": {},
     }
@@ -338,6 +346,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps-scale", type=float, default=1.0, help="factor on all steps")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--calibration-rows", type=int, default=400)
+    parser.add_argument(
+        "--more-text", action="store_true", help="take an eighth of the packages for calibration"
+    )
     parser.add_argument("--test-tokens", type=int, default=200_000)
 
 

@@ -227,34 +227,36 @@ class Repaired:
     """A row of the table: one model on the packages that nothing else used."""
 
     model: str
-    loss: float  # mean over the specialists' domains
-    closed: float  # share of the gap between merge and specialists
+    loss: float  # mean over the specialists' domains; of a pruned specialist: on its own
+    closed: float  # share of the gap to the specialists that the merge or the pruning opened
     error: float  # standard error of `closed`, clustered by package
     untouched: dict[str, float]  # loss of every other domain
     seconds: float | None
 
 
 def repaired_models(lines: Sequence[Mapping[str, Any]]) -> list[Repaired]:
-    """Return the measured models of one set and regime, each compared with its merge."""
+    """Return the measured models of one set and regime, each compared with what it repairs."""
     lines = [line for line in lines if "domains" in line]
     measured: dict[str, dict[str, Sums]] = {line["model"]: line["domains"] for line in lines}
     seconds = {line["model"]: line["seconds"] for line in lines}
 
-    def mean(name: str) -> float:
-        return sum(mean_loss(measured[name][domain]) for domain in SPECIALISTS) / len(SPECIALISTS)
+    def mean(name: str, domains: Sequence[str]) -> float:
+        return sum(mean_loss(measured[name][domain]) for domain in domains) / len(domains)
 
-    specialists = sum(mean_loss(measured[d][d]) for d in SPECIALISTS) / len(SPECIALISTS)
     found = []
     for name, domains in measured.items():
         if name == BASE or name in SPECIALISTS:
             continue
-        merge = name.partition("+")[0]
-        gap = mean(merge) - specialists
-        changes = [difference(domains[d], measured[merge][d]) for d in SPECIALISTS]
+        start = name.partition("+")[0]
+        specialist, _, pruned = start.partition("@")
+        own = [specialist] if pruned else SPECIALISTS
+        gap = mean(start, own) - sum(mean_loss(measured[d][d]) for d in own) / len(own)
+        changes = [difference(domains[d], measured[start][d]) for d in own]
         error = math.hypot(*(e for _, e in changes)) / len(changes) / abs(gap)
-        untouched = {d: mean_loss(domains[d]) for d in DOMAINS if d not in SPECIALISTS}
-        closed = (mean(merge) - mean(name)) / gap
-        found.append(Repaired(name, mean(name), closed, error, untouched, seconds[name]))
+        untouched = {d: mean_loss(domains[d]) for d in DOMAINS if d not in own}
+        loss = mean(name, own)
+        closed = (mean(start, own) - loss) / gap
+        found.append(Repaired(name, loss, closed, error, untouched, seconds[name]))
     return found
 
 

@@ -191,6 +191,31 @@ def test_a_refit_has_the_base_as_a_source_if_requested(bench, tmp_path):
     assert list(report["sources"]) == ["math", "code", "base"]
 
 
+def test_a_pruned_specialist_is_repaired_to_itself(bench):
+    plain, repaired = (
+        bench.measure(cells.pruned(("math",), 0.5, repair=repair))
+        for repair in (None, "refitted, chat")
+    )
+    assert set(plain["domains"]) == {"math"}
+    assert set(plain["untouched"]) == {"code", "chat"}
+    assert plain["untouched"]["chat"]["problems"] == SCALE.problems
+    assert repaired["domains"].keys() == plain["domains"].keys()
+
+
+def test_a_distilled_refit_starts_from_the_refit(bench, tmp_path):
+    refit = cells.refitted(AVERAGE, ridge=0.01)
+    cell = cells.distilled(refit, general=6, steps=1, learning_rate=1e-4)
+    assert cell.name == (
+        "average(math,code) refitted[ridge=0.01] distilled[learning_rate=0.0001,steps=1,base=6]"
+    )
+    model = bench.make(AVERAGE)
+    for number, step in enumerate(cell.steps):
+        step(bench, model, cell.domains, tmp_path / str(number))
+        model = tmp_path / str(number)
+    report = json.loads((model / "moemerge_report.json").read_text())
+    assert list(report["distill"]["sources"]) == ["math", "code", "base"]
+
+
 @pytest.mark.slow
 def test_the_best_of_several_fine_tunings_is_measured(bench):
     bench.make(AVERAGE)
