@@ -21,6 +21,7 @@ import torch  # noqa: E402
 
 import multimodal_zoo  # noqa: E402
 import zoo  # noqa: E402
+from calibration import cases  # noqa: E402
 from moemerge.architectures import families  # noqa: E402
 from moemerge.merging import METHODS, WRAPPERS  # noqa: E402
 
@@ -84,3 +85,23 @@ def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return built[key]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def case_of(
+    zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., cases.Case]:
+    """`case_of("olmoe", sources=3, dtype=torch.bfloat16)`: a merge to repair; read it only."""
+    built: dict[tuple[Any, ...], cases.Case] = {}
+
+    def case(
+        family: str, *, sources: int = 2, scale: float = 0.3, rows: int = 14, **options: Any
+    ) -> cases.Case:
+        shape = {"sources": sources, "scale": scale, "rows": rows}
+        key = (family, *sorted((k, repr(v)) for k, v in {**shape, **options}.items()))
+        if key not in built:
+            base = zoo_folder(family, **options)
+            built[key] = cases.make_case(base, tmp_path_factory.mktemp(family), **shape)
+        return built[key]
+
+    return case

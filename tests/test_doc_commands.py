@@ -11,7 +11,6 @@ import pytest
 import typer
 
 from moemerge.cli.app import app
-from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.parameter_values import ROLE_NAMES
 from moemerge.data.settings import DataRecipe
 from moemerge.errors import UsageError
@@ -19,9 +18,7 @@ from moemerge.evaluation.job import find_task, task_names
 from moemerge.evaluation.settings import load_task
 from moemerge.experiments.settings import StudyConfig
 from moemerge.experiments.study_file import load_study
-from moemerge.generation.prompts import USUAL
 from moemerge.merging.tokenizer.write import FORMATS
-from moemerge.verification.judgement import Grade
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -156,15 +153,6 @@ def test_every_key_of_a_study_is_explained() -> None:
         )
     )
     assert table == set(StudyConfig.model_fields) | {"extends"}
-
-
-def test_kinds_of_statistics_judgements_and_columns_are_named() -> None:
-    kinds = CollectingSettings.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
-    page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
-    assert [kind for kind in kinds if kind not in page] == []
-    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-    assert [grade.value for grade in Grade if grade.value not in page] == []
-    assert {*USUAL["prompt"], *USUAL["answer"], "input", "messages"} - names_of("data") == set()
 
 
 def test_keys_of_a_recipe_are_flags() -> None:

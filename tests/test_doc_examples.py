@@ -181,11 +181,6 @@ def test_examples_of_help_run(verb: str, scratch: Path, models: dict[str, Path])
             run(words)
 
 
-def test_commands_are_found_in_a_block() -> None:
-    block = "make test\nmoemerge merge a.yml out/ \\\n    --seed 1  # why\nmoemerge demo\n"
-    assert commands(block) == [["merge", "a.yml", "out/", "--seed", "1"]]
-
-
 def runnable(page: Path) -> bool:
     return any(
         kind == "python" or commands(text) for kind, text in _BLOCK.findall(page.read_text())

@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import processes
+import zoo
 
 # Every job is a function of the package by name, with its arguments; its report goes to a file.
 # Round by round the last processes drop out: importing torch takes longer than most jobs do.
@@ -63,6 +66,16 @@ def start(rounds: Mapping[int, Jobs], *, before: str = "") -> list[processes.Pro
 def _free_port() -> str:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return str(free.getsockname()[1])
+
+
+def off(one: Path, other: Path, merged: Path) -> float:
+    """How far two results are apart, as a share of a tensor's move; the largest."""
+    before, a, b = (zoo.tensors(path) for path in (merged, one, other))
+    moved = [name for name in before if not torch.equal(before[name], a[name])]
+    assert moved
+    shares = [(a[n] - b[n]).norm() / (a[n] - before[n]).norm() for n in moved]
+    assert all(torch.equal(b[name], before[name]) for name in before if name not in moved)
+    return max(map(float, shares))
 
 
 def together(rounds: Mapping[int, Jobs], *, before: str = "") -> list[tuple[int, str]]:

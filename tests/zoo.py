@@ -88,7 +88,6 @@ _COMMON: dict[str, Any] = {
 _DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 _MLA = {"num_key_value_heads": 4, "head_dim": None}
 _LINEAR_MIX = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-_FULL = {"rope_type": "default", "rope_theta": 10000.0}
 
 # What a family needs beyond the common values, where it does.
 _EXTRA: dict[str, dict[str, Any]] = {

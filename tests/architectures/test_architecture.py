@@ -242,14 +242,6 @@ def test_routers_that_are_not_served_say_why(zoo_folder: Folder) -> None:
         assert all(place.reason for place in places)
 
 
-def test_gpt_oss_router_bias_and_selection_bias_of_v4(zoo_folder: Folder) -> None:
-    oss = open_folder(zoo_folder("gpt_oss"))[0].routers()[0]
-    assert oss.bias == "model.layers.0.mlp.router.bias"
-    assert oss.selection_bias is None
-    v4 = open_folder(zoo_folder("deepseek_v4"))[0].routers()[1]
-    assert (v4.bias, v4.selection_bias) == (None, "model.layers.1.ffn.gate.bias")
-
-
 def test_gate_by_layer(zoo_folder: Folder) -> None:
     architecture = open_folder(zoo_folder("deepseek_v3"))[0]
     assert architecture.gate(0) is None

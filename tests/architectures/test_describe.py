@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import torch
 import quantised_zoo as qz
 import zoo
 from moemerge.architectures.describe import Description, describe, describe_gate
+from moemerge.architectures.reading import find_quantised
 from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.checkpoint import Checkpoint
+from moemerge.runtime.dtypes import Dtype
 
 
 def described(folder: Path) -> Description:
@@ -96,12 +99,6 @@ def test_gate_in_words() -> None:
     )
 
 
-def test_bf16(zoo_folder: Callable[..., Path]) -> None:
-    found = described(zoo_folder("mixtral", dtype=torch.bfloat16))
-    assert set(found.parameters_by_dtype) == {"bfloat16"}
-    assert found.total_bytes == 2 * found.parameters
-
-
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -130,3 +127,25 @@ def test_quantised_models(
     assert found.stored_by_role["router"] == ("bfloat16",)
     quantised = sum(t.numel() for n, t in zoo.tensors(plain).items() if form.wanted(n, t))
     assert found.parameters_by_dtype[words] == quantised
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "words"),
+    [
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", Dtype.UINT8, "MXFP4"),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", Dtype.FLOAT32, "block-scaled"),
+        ("model.layers.0.mlp.up_proj.weight", Dtype.FLOAT8_E4M3FN, "float8_e4m3fn"),
+        ("model.layers.0.mlp.up_proj.qweight", Dtype.INT32, "GPTQ"),
+        ("model.layers.0.mlp.up_proj.weight_packed", Dtype.INT32, "packed"),
+    ],
+)
+def test_tensors(name: str, dtype: Dtype, words: str) -> None:
+    found = find_quantised([{}], {name: SimpleNamespace(shape=(2, 2), dtype=dtype)})
+    assert words in str(found)
+
+
+def test_config_and_plain() -> None:
+    plain = {"model.norm.weight": SimpleNamespace(shape=(2,), dtype=Dtype.BFLOAT16)}
+    section = {"quantization_config": {"quant_method": "mxfp4"}}
+    assert "mxfp4" in str(find_quantised([section], plain))
+    assert find_quantised([{}], plain) is None

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import multimodal_zoo
 import zoo
-from moemerge.architectures import families_softmax, rules
+from moemerge.architectures import families_softmax
 from moemerge.architectures.architecture import Architecture, RouterInfo
-from moemerge.architectures.families import FAMILIES, family_of, family_of_class
+from moemerge.architectures.families import FAMILIES, family_of
 from moemerge.architectures.rules import Score
 from moemerge.errors import ArchitectureError
 from moemerge.routing.gates import select
@@ -170,35 +170,17 @@ def test_the_table() -> None:
 
 
 def test_the_row_of_the_page() -> None:
-    """A family like OLMoE is one line; the fields that the page names are there."""
+    """A family like OLMoE is one line."""
     page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     (line,) = re.findall(r'^Family\(\("my_moe".*$', page, re.M)
     row = eval(line, dict(vars(families_softmax)))
     assert dataclasses.replace(row, model_types=("olmoe",), title="OLMoE") == family_of("olmoe")
-    assert (row.model_type, row.routers[0].weight, row.container) == (
-        "my_moe", "mlp.gate.weight", "model.layers",
-    )  # fmt: skip
-    assert (row.experts[0].root, row.experts[0].spelling) == (
-        "mlp.experts", ("gate_proj", "up_proj", "down_proj"),
-    )  # fmt: skip
-    assert row.gate.gate({}, 0, biased=False).top_k == 8
-    fields = {f.name for kind in (rules.Family, rules.GateRule) for f in dataclasses.fields(kind)}
-    table = page.partition("| to find out |")[2].partition("\n\n")[0]
-    named = re.findall(r"`?(\w+)=", " ".join(line.split("|")[3] for line in table.splitlines()[2:]))
-    assert set(named) - fields == {"norm"}  # of `_sigmoid`, which takes it
 
 
 @pytest.mark.parametrize("alias", ["llama4", "gemma4", "qwen3_5_moe", "qwen4_exp", "glm4v_moe"])
 def test_aliases(alias: str) -> None:
     assert family_of(alias) is not None
     assert family_of("llama") is None
-
-
-def test_family_of_class() -> None:
-    found = family_of_class("DeepseekV3ForCausalLM")
-    assert found is not None
-    assert found.model_type == "deepseek_v3"
-    assert family_of_class("LlamaForCausalLM") is None
 
 
 def test_gate_reads_lists_by_layer_and_both_scores() -> None:

@@ -48,13 +48,7 @@ class Case:
 
 
 def make_case(
-    base: Path,
-    folder: Path,
-    *,
-    sources: int = 2,
-    scale: float = 0.3,
-    rows: int = 14,
-    template: bool = False,
+    base: Path, folder: Path, *, sources: int = 2, scale: float = 0.3, rows: int = 14
 ) -> Case:
     """`sources` fine-tunes of `base`, merged by averaging, with a tokenizer and text."""
     names = NAMES[:sources]
@@ -63,7 +57,7 @@ def make_case(
         for at, name in enumerate(names)
     }
     merged = average(list(tuned.values()), folder / "merged")
-    zoo.tiny_tokenizer(merged, chat_template=template)
+    zoo.tiny_tokenizer(merged)
     data = {
         name: write_text(folder / f"{name}.jsonl", seed=at, rows=rows)
         for at, name in enumerate(names)

@@ -1,15 +1,17 @@
-"""What models have besides a plain softmax router: biases, extra layers, tied heads, parts."""
+"""What models have besides a plain softmax router: biases, extra layers, tied heads, adapters."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import moemerge
 import zoo
 from calibration import cases, dense
 from moemerge.checkpoint import Checkpoint
@@ -122,15 +124,6 @@ def test_dense_layers_in_between_are_no_layers_with_routers(
     assert cases.weights(tmp_path / "last") == cases.weights(tmp_path / "named")
 
 
-def test_shared_experts_stay(case_of: CaseOf, tmp_path: Path) -> None:
-    case = case_of("qwen2_moe")
-    case.calibrate(tmp_path / "out")
-    changed = cases.changed_tensors(case.merged, tmp_path / "out")
-    stored = set(zoo.tensors(case.merged))
-    assert any("shared_expert_gate" in name for name in stored)
-    assert changed == {n for n in stored if n.endswith("mlp.gate.weight")}
-
-
 def test_mtp_layers_are_kept_and_passed_over(case_of: CaseOf, tmp_path: Path) -> None:
     """A fourth layer on disk, of which the config's three know nothing."""
     case = case_of("glm4_moe")
@@ -164,13 +157,6 @@ def test_tied_embeddings_stay_tied(case_of: CaseOf, tmp_path: Path) -> None:
     assert len(report.layers) == 3
     model = dense.load(tmp_path / "out")
     assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_two_routers_in_a_layer_are_both_calibrated(case_of: CaseOf, tmp_path: Path) -> None:
-    report = case_of("jetmoe").calibrate(tmp_path / "out")
-    layers = [row["layer"] for row in report.layers]
-    assert layers == [0, 0, 1, 1, 2, 2]
-    assert len({row["router"] for row in report.layers}) == 6
 
 
 def test_rows_that_are_no_routed_experts_stay(case_of: CaseOf, tmp_path: Path) -> None:
@@ -232,3 +218,43 @@ def test_shards_are_kept(case_of: CaseOf, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | added
     index = "model.safetensors.index.json"
     assert (tmp_path / "out" / index).read_bytes() == (case.merged / index).read_bytes()
+
+
+RANK = 2
+
+
+def adapter_of(folder: Path, model: Path) -> Path:
+    """A LoRA of every router and of the experts' last projections."""
+    generator = torch.Generator().manual_seed(5)
+    factors = {}
+    for name, tensor in zoo.tensors(model).items():
+        if name.endswith(("mlp.gate.weight", "down_proj.weight")):
+            out, into = tensor.shape
+            root = name.removesuffix(".weight")
+            factors[f"{root}.lora_A.weight"] = torch.randn(RANK, into, generator=generator)
+            factors[f"{root}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) * 0.02
+    return zoo.adapter(folder, factors, lora_alpha=RANK)
+
+
+def test_a_lora_on_another_fine_tune(case_of: Any, tmp_path: Path) -> None:
+    """The sources are the fine-tune, and the model that the LoRA was trained on, with it."""
+    case = case_of("olmoe")
+    base, math = case.merged, case.sources["math"]
+    lora = adapter_of(tmp_path / "lora", base)
+    zoo.tiny_tokenizer(lora)
+    model = f"{math}+{lora}"
+    options: dict[str, Any] = {
+        "sources": {"math": math, "code": f"{base}+{lora}"},
+        "data": {name: case.data[name] for name in ("math", "code")},
+        "device": "cpu",
+    }
+    diagnosis = moemerge.diagnose(model, **options)
+    assert all(diagnosis.total(name).mismatch > 0 for name in options["sources"])
+    report = moemerge.calibrate(model, tmp_path / "calibrated", holdout=0.0, **options)
+    totals = report.totals
+    assert sum(totals["kl_after"].values()) < sum(totals["kl_before"].values())
+    refitted = moemerge.refit(model, tmp_path / "refitted", holdout=0.0, ridge=0.01, **options)
+    last = refitted.layers[-2]
+    assert sum(last["drift_after"].values()) < sum(last["drift_before"].values())
+    zoo.assert_loads(tmp_path / "calibrated")
+    zoo.assert_loads(tmp_path / "refitted")

@@ -19,9 +19,8 @@ from moemerge.diagnosis.page import loss_notices
 
 
 @pytest.fixture(scope="module")
-def case(zoo_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
-    folder = tmp_path_factory.mktemp("measured")
-    return cases.make_case(zoo_folder("olmoe", num_hidden_layers=2), folder, rows=110)
+def case(case_of: Any) -> cases.Case:
+    return case_of("olmoe", num_hidden_layers=2, rows=110)
 
 
 def test_it_is_what_diagnose_measures(case: cases.Case, tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from calibration import cases
 from moemerge.errors import CheckpointError, DataError, ResourceError
 from moemerge.runtime.ranks import LostRankError
 from moemerge.text.batches import divided, make_batches
 from moemerge.text.domains import Domain
-from together import job, together
+from together import job, off, together
 
 # Tight, so that what is left is rounding and not where CG happened to stop.
 EXACT = {"rtol": 1e-11, "device": "cpu", "dtype": "float64"}
@@ -33,16 +32,6 @@ def ends(self, pair, stops):
 if os.environ["RANK"] == "1":
     RouterCalibrator.visit = ends
 """
-
-
-def off(one: Path, other: Path, merged: Path) -> float:
-    """How far two calibrations are apart, as a share of a router's move; the largest."""
-    before, a, b = (load_file(next(p.glob("*.safetensors"))) for p in (merged, one, other))
-    moved = [name for name in before if not torch.equal(before[name], a[name])]
-    assert moved
-    shares = [(a[n] - b[n]).norm() / (a[n] - before[n]).norm() for n in moved]
-    assert all(torch.equal(b[name], before[name]) for name in before if name not in moved)
-    return max(map(float, shares))
 
 
 def test_a_process_that_dies_ends_the_others_and_one_resumes(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moemerge.checkpoint.folder import companion_files, is_companion
+from moemerge.checkpoint.folder import companion_files
 from moemerge.errors import CheckpointError
 
 CARRIED = [
@@ -52,16 +52,6 @@ LEFT = [
     "adapter_model.safetensors",
     "moemerge_report.json",
 ]
-
-
-@pytest.mark.parametrize("name", CARRIED)
-def test_carried(name: str) -> None:
-    assert is_companion(name)
-
-
-@pytest.mark.parametrize("name", LEFT)
-def test_left_behind(name: str) -> None:
-    assert not is_companion(name)
 
 
 def test_a_folder(tmp_path: Path) -> None:

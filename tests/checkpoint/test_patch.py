@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+import zoo
 from moemerge.checkpoint import Checkpoint, CheckpointPatch
-from moemerge.checkpoint.output import copy_file
 from moemerge.errors import CheckpointError
 
 from .conftest import MakeFolder, sample_tensors
@@ -44,29 +45,6 @@ def test_only_the_given_tensor_changes(sharded: Path) -> None:
     )
     assert (out / "README.md").read_text() == "new card"
     assert (out / SHARDS[1]).read_bytes() == (sharded / SHARDS[1]).read_bytes()
-
-
-def test_rows_are_replaced(make_folder: MakeFolder) -> None:
-    folder = make_folder()
-    with CheckpointPatch(Checkpoint.open(folder), folder.parent / "out") as patch:
-        patch.write(GATE_UP, torch.zeros(2, 6, 8), 1)
-        patch.write("counter", torch.tensor(8))
-        patch.commit()
-    result = Checkpoint.open(folder.parent / "out")
-    expected = sample_tensors()[GATE_UP]
-    expected[1:3] = 0
-    assert torch.equal(result[GATE_UP], expected)
-    assert result["counter"].item() == 8
-
-
-def test_untouched_shards_may_be_linked(sharded: Path) -> None:
-    out = sharded.parent / "out"
-    with CheckpointPatch(Checkpoint.open(sharded), out, link=True) as patch:
-        patch.write(GATE, new_gate())
-        patch.commit()
-    assert os.path.samefile(out / SHARDS[1], sharded / SHARDS[1])
-    assert not os.path.samefile(out / SHARDS[0], sharded / SHARDS[0])
-    assert torch.equal(Checkpoint.open(sharded)[GATE], sample_tensors()[GATE])
 
 
 def test_linked_blobs_of_the_hub_cache_become_files(make_folder: MakeFolder) -> None:
@@ -164,6 +142,7 @@ def test_copies_are_made_beforehand(sharded: Path, link: bool) -> None:
     expected = sample_tensors() | {GATE: new_gate()}
     result = Checkpoint.open(out)
     assert all(torch.equal(result[n], t) for n, t in expected.items())
+    assert torch.equal(Checkpoint.open(sharded)[GATE], sample_tensors()[GATE])
 
 
 def test_a_failing_copy_is_told_and_leaves_nothing(sharded: Path) -> None:
@@ -186,13 +165,24 @@ def test_giving_up_ends_the_copies(sharded: Path) -> None:
         patch.begin([GATE])
 
 
-def test_a_copy_can_be_stopped_between_blocks(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"x" * 100)
-
-    def stop() -> None:
-        raise CheckpointError("enough")
-
-    with pytest.raises(CheckpointError, match="enough"):
-        copy_file(tmp_path / "a", tmp_path / "b", stop)
-    copy_file(tmp_path / "a", tmp_path / "c", lambda: None)
-    assert (tmp_path / "c").read_bytes() == b"x" * 100
+@pytest.mark.parametrize("how", ["touched", "grown", "replaced", "gone"])
+def test_a_model_that_changes_while_it_is_read_gives_no_output(
+    zoo_folder: Callable[..., Path], tmp_path: Path, how: str
+) -> None:
+    source = zoo.perturb(zoo_folder("olmoe"), tmp_path / "source", seed=1)
+    weights = source / "model.safetensors"
+    checkpoint = Checkpoint.open(source)
+    patch = CheckpointPatch(checkpoint, tmp_path / "out")
+    if how == "touched":
+        os.utime(weights)
+    elif how == "grown":
+        weights.open("ab").write(b"x")
+    elif how == "replaced":
+        (tmp_path / "other").write_bytes(weights.read_bytes())
+        (tmp_path / "other").replace(weights)
+    else:
+        weights.unlink()
+    with pytest.raises(CheckpointError, match="was changed or replaced while it was read"):
+        patch.commit()
+    patch.abort()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "other") == ["source"]

@@ -19,9 +19,9 @@ from moemerge.cli.app import app
 from moemerge.runtime.journals import journal_path
 
 
-@pytest.fixture(scope="session")
-def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
-    return cases.make_case(zoo_folder("olmoe"), tmp_path_factory.mktemp("cli"))
+@pytest.fixture
+def case(case_of: Callable[..., cases.Case]) -> cases.Case:
+    return case_of("olmoe")
 
 
 def moemerge(*args: str | Path) -> Result:
@@ -176,13 +176,3 @@ def test_an_interrupted_calibration_can_be_resumed(case: cases.Case, tmp_path: P
     result = moemerge("calibrate", case.merged, out, *case.flags, *slow)
     assert result.exit_code == 0, result.output
     assert f"a killed run is continued: {finished} routers are finished" in result.stderr
-
-
-def test_twice_verbose_logs_every_read_and_every_solve(case: cases.Case, tmp_path: Path) -> None:
-    done = processes.moemerge("calibrate", case.merged, tmp_path / "out", *case.flags, "-vv")
-    assert done.returncode == 0, done.stderr
-    assert "moemerge.lockstep.streams: 1 model(s) in step, offload " in done.stderr
-    assert f"moemerge.features.weights: model.layers.2 of {case.merged}: " in done.stderr
-    solves = [line for line in done.stderr.splitlines() if "moemerge.routing.solve: " in line]
-    assert len(solves) >= 3
-    assert all("converged after" in line or "stalled after" in line for line in solves)

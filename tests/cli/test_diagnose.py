@@ -17,9 +17,9 @@ from moemerge.cli.routing_table import bar
 from moemerge.errors import CheckpointError
 
 
-@pytest.fixture(scope="session")
-def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
-    return cases.make_case(zoo_folder("olmoe"), tmp_path_factory.mktemp("cli"), rows=6)
+@pytest.fixture
+def case(case_of: Callable[..., cases.Case]) -> cases.Case:
+    return case_of("olmoe", rows=6)
 
 
 def moemerge(*args: str | Path, columns: int = 80) -> Result:

@@ -23,7 +23,6 @@ from moemerge.api import list_methods, list_wrappers
 from moemerge.api.merging import RunReport
 from moemerge.cli.app import app
 from moemerge.cli.console import substitute
-from moemerge.cli.demo import HEADINGS, _line, _stacked
 from moemerge.cli.render import FirstThatFits, NumberTable, merge_report
 from moemerge.cli.routing_table import calibrate_report, diagnosis_report
 from moemerge.report.words import Quantity
@@ -86,24 +85,12 @@ def test_the_first_layout_that_fits_is_taken() -> None:
     assert "a" in printed(FirstThatFits(wide, wide), 40)
 
 
-def test_a_demo_without_room_has_rows_of_their_own() -> None:
-    cells = ["WUDI", "HARC, source targets", "43.2", "50.0", "46.6", "40.1", "38.2"]
-    assert len(HEADINGS) == len(cells)
-    assert _line(cells).split()[-5:] == cells[2:]
-    assert _stacked(cells) == (
-        "WUDI HARC, source targets\n"
-        "  solved math 43.2, code 50.0, mean 46.6\n"
-        "  rerouted math 40.1, code 38.2"
-    )
-
-
 # --- what commands show -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
-    folder = tmp_path_factory.mktemp("tables")
-    return cases.make_case(zoo_folder("olmoe"), folder, sources=3, rows=6)
+def case(case_of: Callable[..., cases.Case]) -> cases.Case:
+    return case_of("olmoe", sources=3, rows=6)
 
 
 @pytest.fixture(scope="module")

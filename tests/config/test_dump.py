@@ -1,3 +1,5 @@
+"""Configs written and read again are the same, also those that mergekit's users write."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -5,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import moemerge.merging.methods  # noqa: F401  (fills METHODS)
 from moemerge.config.dump import config_data, dump_config
-from moemerge.config.load import LoadedConfig
+from moemerge.config.load import LoadedConfig, load_config
 from moemerge.config.models import ModelRef
+from moemerge.config.parameters import MethodSchema
 from moemerge.config.yaml_lines import read_yaml
+from moemerge.merging.method import METHODS
 
 Load = Callable[..., LoadedConfig]
 
@@ -87,3 +92,143 @@ def test_a_folder_with_signs_in_its_name_survives_the_folder(load: Load, tmp_pat
     assert config.models is not None
     assert config.models[0].model == ModelRef(str(folder))
     assert load(written).config == config
+
+
+TIES = """
+models:
+  - model: psmathur/orca_mini_v3_13b
+    parameters:
+      density: [1, 0.7, 0.1] # density gradient
+      weight: 1.0
+  - model: garage-bAInd/Platypus2-13B
+    parameters:
+      density: 0.5
+      weight: [0, 0.3, 0.7, 1] # weight gradient
+  - model: WizardLM/WizardMath-13B-V1.0
+    parameters:
+      density: 0.33
+      weight:
+        - filter: mlp
+          value: 0.5
+        - value: 0
+merge_method: ties
+base_model: TheBloke/Llama-2-13B-fp16
+parameters:
+  normalize: true
+  int8_mask: true
+dtype: float16
+"""
+DARE_TIES = """
+models:
+  - model: mistralai/Mistral-7B-v0.1
+    # no parameters necessary for base model
+  - model: samir-fama/SamirGPT-v1
+    parameters:
+      density: 0.53
+      weight: 0.4
+  - model: abacusai/Slerp-CM-mist-dpo
+    parameters:
+      density: [0.2, 0.53, 0.8]
+      weight: 0.3
+merge_method: dare_ties
+base_model: mistralai/Mistral-7B-v0.1
+parameters:
+  int8_mask: true
+dtype: bfloat16
+"""
+SLERP = """
+slices:
+  - sources:
+      - model: psmathur/orca_mini_v3_13b
+        layer_range: [0, 40]
+      - model: garage-bAInd/Platypus2-13B
+        layer_range: [0, 40]
+merge_method: slerp
+base_model: psmathur/orca_mini_v3_13b
+parameters:
+  t:
+    - filter: self_attn
+      value: [0, 0.5, 0.3, 0.7, 1]
+    - filter: mlp
+      value: [1, 0.5, 0.7, 0.3, 0]
+    - value: 0.5 # fallback for rest of tensors
+dtype: float16
+"""
+FRANKENMERGE = """
+slices:
+  - sources:
+    - model: psmathur/orca_mini_v3_13b
+      layer_range: [0, 24]
+  - sources:
+    - model: garage-bAInd/Platypus2-13B
+      layer_range: [20, 40]
+      parameters:
+        scale:
+          - filter: o_proj
+            value: 0.0
+          - filter: down_proj
+            value: 0.0
+          - value: 1.0
+merge_method: passthrough
+dtype: float16
+"""
+DELLA = """
+merge_method: della
+base_model: ./base
+models:
+  - model: ./math
+    parameters: {weight: 1.0, density: 0.5, epsilon: 0.1}
+  - model: ./code
+    parameters: {weight: 1.0, density: 0.6, epsilon: 0.1}
+parameters: {lambda: 1.1, normalize: true}
+tokenizer:
+  source: union
+  tokens:
+    <|im_start|>: {source: ./math, force: true}
+  pad_to_multiple_of: 64
+"""
+NUSLERP = """
+merge_method: nuslerp
+models:
+  - {model: ./math, parameters: {weight: [0.2, 0.8]}}
+  - {model: ./code, parameters: {weight: 0.5}}
+parameters: {nuslerp_flatten: false}
+"""
+HARC = """
+merge_method: wudi
+base_model: allenai/OLMoE-1B-7B-0125
+models:
+  - {model: ./math, name: math}
+  - {model: ./code, name: code}
+router: {merge_method: linear, parameters: {weight: 0.5}}
+calibration:
+  data: {math: math.jsonl, code: [code-1.jsonl, code-2.jsonl]}
+  layers: last:4
+  rtol: 1e-6
+"""
+MOE_FILTERS = """
+merge_method: dare_linear
+base_model: ./base
+models:
+  - model: ./math
+    parameters:
+      density: 0.4
+      weight:
+        - {filter: "role:router", value: 0}
+        - {filter: experts.3., value: [0.1, 0.9]}
+        - {filter: "role:expert", value: 0.5}
+        - {value: 0.3}
+"""
+EXAMPLES = [TIES, DARE_TIES, SLERP, FRANKENMERGE, DELLA, NUSLERP, HARC, MOE_FILTERS]
+
+
+def read(text: str) -> LoadedConfig:
+    schemas: dict[str, MethodSchema] = {name: METHODS.get(name).schema for name in METHODS}
+    return load_config(text, schemas=schemas)
+
+
+@pytest.mark.parametrize("text", EXAMPLES, ids=lambda t: t.split("merge_method: ")[1].split()[0])
+def test_loads_and_survives_writing(text: str) -> None:
+    loaded = read(text)
+    assert loaded.warnings == ()
+    assert read(dump_config(loaded.config)).config == loaded.config

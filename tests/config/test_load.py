@@ -472,19 +472,6 @@ def test_unreadable_files(schemas: Any, tmp_path: Path, make: Any, said: str) ->
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    "template", ["auto", "chatml", "{% for m in messages %}{{ m.content }}{% endfor %}"]
-)
-def test_chat_templates(load: Load, template: str) -> None:
-    text = HEAD + f'chat_template: "{template}"\n'
-    assert load(text).config.chat_template == template
-
-
-def test_dtypes_lose_their_prefix(load: Load) -> None:
-    config = load(HEAD + "dtype: torch.float32\nout_dtype: bfloat16\n").config
-    assert (config.dtype, config.out_dtype) == ("float32", "bfloat16")
-
-
 def test_null_means_not_given(load: Load) -> None:
     assert load(HEAD + "slices:\ndtype: ~\nchat_template:\n").config == load(HEAD).config
 
@@ -501,13 +488,3 @@ def test_an_empty_block_means_its_defaults(load: Load, problems: Problems) -> No
         "line 7: calibration: needs `data`, the text that calibrates each of: math, code"
     ]
     assert problems(HEAD + "router:\n") == ["line 7: router: give either `merge_method` or `keep`"]
-
-
-def test_a_misspelt_role_is_one_problem(problems: Problems) -> None:
-    for value in (
-        "[{filter: role:rooter, value: 1}, {value: 0.5}]",
-        "{filter: role:rooter, value: 1}",
-    ):
-        text = HEAD.replace("{weight: 0.5}", f"{{weight: 1, density: {value}}}")
-        (said,) = problems(text)
-        assert "unknown role 'rooter', did you mean 'router'?" in said

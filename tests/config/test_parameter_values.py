@@ -12,7 +12,6 @@ from moemerge.config.parameter_values import (
     ParameterValue,
     Scopes,
     TensorContext,
-    leaves,
     parse_value,
     plain,
 )
@@ -92,23 +91,12 @@ def test_one_mapping_counts_as_a_list_of_one() -> None:
     assert parse_value(entry) == parse_value([entry])
 
 
-@pytest.mark.parametrize("raw", [1, 0.5, True, "exact"])
-def test_scalars_stay_what_they_are(raw: object) -> None:
-    assert parse_value(raw) is raw
-
-
 @pytest.mark.parametrize(
     "raw", [0.5, True, "exact", [1.0, 2.0], plain(CHOICE), {"value": [1.0, 2.0]}]
 )
 def test_plain_is_the_inverse_of_parse(raw: object) -> None:
     value = parse_value(raw)
     assert parse_value(plain(value)) == value
-
-
-def test_leaves_know_their_place() -> None:
-    assert list(leaves(parse_value(0.5))) == [((), 0.5)]
-    places = [(path_text(("w", *path)), leaf) for path, leaf in leaves(CHOICE)]
-    assert places[:3] == [("w[0].value[0]", 0), ("w[0].value[1]", 1), ("w[1].value", 0.3)]
 
 
 @pytest.mark.parametrize(
@@ -139,9 +127,3 @@ def test_faults_are_placed(raw: object, place: str, said: str) -> None:
     (problem,) = caught.value.faults
     assert path_text(problem.path) == place
     assert said in problem.message
-
-
-def test_every_fault_of_a_value_is_found() -> None:
-    with pytest.raises(FaultsError) as caught:
-        parse_value([{"filter": "role:x", "value": 1}, {"value": [1, "a", "b"]}])
-    assert len(caught.value.faults) == 3

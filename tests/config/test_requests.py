@@ -67,18 +67,6 @@ def test_routers_may_need_their_own(load: Load) -> None:
     assert needs(load, text + "router: {merge_method: fisher}\n").needs["code"] == ("fisher",)
 
 
-def test_slices(load: Load) -> None:
-    text = """merge_method: fisher
-slices:
-  - sources:
-      - {model: ./math, name: math, layer_range: [0, 2]}
-      - {model: ./code, name: code, layer_range: [0, 2]}
-  - sources: [{model: ./chat, layer_range: [2, 4]}]
-statistics: {math: m, code: c, chat: d}
-"""
-    assert set(needs(load, text).needs) == {"math", "code", "chat"}
-
-
 WRONG = [
     (
         "",
@@ -166,15 +154,6 @@ def test_calibration_pairs_models_with_text(load: Load) -> None:
     assert dict(run.data) == {"math": ("m.jsonl",), "code": ("c.jsonl", "d.jsonl")}
     assert isinstance(run.settings, CalibrationSettings)
     assert run.settings.alpha == 0.9
-
-
-def test_calibration_takes_the_configs_own_data(load: Load) -> None:
-    loaded = load(MODELS + "data: {math: m, code: c}\ncalibration: {gamma: 0.1}\n")
-    run = loaded.repair
-    assert run is not None
-    assert dict(run.data) == {"math": ("m",), "code": ("c",)}
-    assert isinstance(run.settings, CalibrationSettings)
-    assert (run.settings.alpha, run.settings.gamma) == (None, 0.1)
 
 
 @pytest.mark.parametrize("block", ["calibration", "refit"])

@@ -344,13 +344,6 @@ def test_tokenizer_source_and_names_are_resolved(load: Load) -> None:
     assert config.router.keep == ModelRef("./code")
 
 
-@pytest.mark.parametrize("source", ["union", "base"])
-def test_tokenizer_words(load: Load, source: str) -> None:
-    config = load(NAMED + f"tokenizer_source: {source}\n").config
-    assert config.tokenizer is not None
-    assert config.tokenizer.source == source
-
-
 def test_tokens(load: Load) -> None:
     text = """tokenizer:
   source: base

@@ -42,9 +42,8 @@ def mean_loss(folder: Path, tokenizer: Path, file: Path) -> float:
 
 
 @pytest.fixture(scope="module")
-def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
-    folder = tmp_path_factory.mktemp("check")
-    return cases.make_case(zoo_folder("olmoe", num_hidden_layers=2), folder, rows=110)
+def case(case_of: Callable[..., cases.Case]) -> cases.Case:
+    return case_of("olmoe", num_hidden_layers=2, rows=110)
 
 
 def test_check_text_is_measured_before_and_after_and_changes_nothing(

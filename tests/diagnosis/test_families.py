@@ -10,13 +10,15 @@ import pytest
 import transformers
 
 import moemerge
+import multimodal_zoo
 import zoo
 from calibration import cases
 from moemerge.architectures.opened import open_model
 from moemerge.errors import ArchitectureError
 
 REFUSED = ("zaya", "doge")
-SERVED = zoo.by_kind(name for name in zoo.FAMILIES if name not in REFUSED)
+EVERY = (*zoo.FAMILIES, *multimodal_zoo.FAMILIES)
+SERVED = zoo.by_kind(name for name in EVERY if name not in REFUSED)
 
 
 @pytest.fixture(scope="module")

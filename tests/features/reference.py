@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import zoo
+from moemerge.checkpoint.reader import Checkpoint
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 
@@ -30,6 +32,27 @@ def domains() -> list[Domain]:
 def batches() -> tuple[Batch, ...]:
     """A batch with padding, one without, one held out."""
     return make_batches(domains(), batch_tokens=80)
+
+
+def in_order(stop: Any, batches: tuple[Batch, ...]) -> list[tuple[Batch, Tensor]]:
+    """A stop's inputs of every domain, held-out ones too, in the order of the batches."""
+    pairs = [
+        pair
+        for domain in stop.domains
+        for holdout in (False, True)
+        for pair in stop.by_batch(domain, holdout=holdout)
+    ]
+    return sorted(pairs, key=lambda pair: batches.index(pair[0]))
+
+
+def changed(folder: Path, out: Path, change: Callable[[dict[str, Tensor]], Any]) -> Checkpoint:
+    """A copy of a model in one file, with other tensors."""
+    out.mkdir()
+    (out / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return Checkpoint.open(out)
 
 
 def whole_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

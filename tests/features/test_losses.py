@@ -1,24 +1,26 @@
-"""Losses of documents: their mean and the error of it."""
+"""Next-token loss over batches against one row at a time; losses of documents."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from itertools import pairwise
 
 import pytest
 import torch
 
+from moemerge.features import losses
 from moemerge.features.losses import DocumentLosses, NextTokenLoss
 from moemerge.runtime.ranks import SINGLE
-from moemerge.text.batches import make_batches
+from moemerge.text.batches import make_batches, rows_of
 from moemerge.text.domains import Domain
 
 
 def test_equal_documents_have_the_usual_standard_error() -> None:
-    losses = [1.0, 2.0, 4.0, 3.5]
-    mean = DocumentLosses(tuple(10 * one for one in losses), (10,) * 4).mean
-    assert mean.value == pytest.approx(statistics.mean(losses))
-    assert mean.error == pytest.approx(statistics.stdev(losses) / math.sqrt(4))
+    each = [1.0, 2.0, 4.0, 3.5]
+    mean = DocumentLosses(tuple(10 * one for one in each), (10,) * 4).mean
+    assert mean.value == pytest.approx(statistics.mean(each))
+    assert mean.error == pytest.approx(statistics.stdev(each) / math.sqrt(4))
 
 
 def test_long_documents_count_by_their_tokens_and_one_has_no_error() -> None:
@@ -50,3 +52,54 @@ def test_rows_of_one_group_are_one_document() -> None:
     alone = found.documents(Domain("math", rows))
     assert alone is not None
     assert alone.tokens == (3, 5, 2)
+
+
+VOCABULARY = 11
+
+
+def logits_of(ids: torch.Tensor) -> torch.Tensor:
+    """A "model": logits that depend on the token alone, (..., vocabulary)."""
+    table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    return table[ids]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+def test_padding_and_chunks_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "LOSS_TOKENS", chunk)
+    generator = torch.Generator().manual_seed(0)
+    lengths = (5, 9, 1, 2, 7)
+    rows = tuple(torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths)
+    found = NextTokenLoss(SINGLE)
+    for batch in make_batches([Domain("math", rows)], batch_tokens=20):
+        found.add(batch, logits_of(batch.input_ids))
+    terms = [-torch.log_softmax(logits_of(a), -1)[b] for r in rows for a, b in pairwise(r)]
+    assert found.mean("math") == pytest.approx(float(torch.stack(terms).mean()), rel=1e-6)
+
+
+def test_prompts_do_not_count() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = tuple(torch.randint(VOCABULARY, (n,), generator=generator) for n in (5, 9, 4))
+    answers = tuple(
+        torch.arange(len(row)) >= start for row, start in zip(rows, (2, 7, 0), strict=True)
+    )
+    domain = Domain("math", (), rows, holdout_answers=answers).held_out
+    found = NextTokenLoss(SINGLE)
+    for batch in make_batches([domain], batch_tokens=20):
+        for part in (slice(0, 1), slice(1, None)):
+            piece = rows_of(batch, part)
+            found.add(piece, logits_of(piece.input_ids))
+    terms = [
+        -torch.log_softmax(logits_of(row[at - 1]), -1)[row[at]]
+        for row, mask in zip(rows, answers, strict=True)
+        for at in range(1, len(row))
+        if mask[at]
+    ]
+    assert len(terms) == 3 + 2 + 3
+    assert found.mean("math") == pytest.approx(float(torch.stack(terms).mean()), rel=1e-6)
+
+
+def test_text_without_a_next_token_has_no_loss() -> None:
+    found = NextTokenLoss(SINGLE)
+    for batch in make_batches([Domain("math", (torch.tensor([3]), torch.tensor([4])))]):
+        found.add(batch, logits_of(batch.input_ids))
+    assert found.mean("math") is None

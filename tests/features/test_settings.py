@@ -1,17 +1,31 @@
-"""How long the batches of a model are."""
+"""How long batches are, what memory they take, and where parked ones go."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import zoo
+from features import reference
 from moemerge.architectures.opened import open_model
+from moemerge.checkpoint.reader import Checkpoint
+from moemerge.errors import ResourceError
 from moemerge.features import settings
-from moemerge.features.settings import batch_tokens
+from moemerge.features.loading import holds_scores
+from moemerge.features.router_stream import RouterStream
+from moemerge.features.settings import (
+    PARKED_COPIES,
+    MemoryEstimate,
+    StreamSettings,
+    batch_tokens,
+    choose_offload,
+)
+from moemerge.features.weights import PINNED_BYTES
+from moemerge.runtime.devices import available_memory
 
 CPU = torch.device("cpu")
 
@@ -38,3 +52,64 @@ def test_long_batches_are_for_fused_attention_and_large_gpus(
         monkeypatch.setattr(settings, "gpu_memory", lambda _, size=memory: size)
         sizes.append(batch_tokens(model, torch.device("cuda")))
     assert sizes == [2**14 if shorter else 2**20 // 32, 2**14 if shorter else 2**27 // 32]
+
+
+SMALL = MemoryEstimate(CPU, "device", 1, 2, 4, 8, 16, 32)
+
+
+def test_sizes_by_hand(zoo_folder: Callable[..., Path]) -> None:
+    batches = reference.batches()
+    with RouterStream(
+        Checkpoint.open(zoo_folder("olmoe")), batches, StreamSettings(prefetch=True)
+    ) as stream:
+        memory = stream.memory
+        layer = stream.model.get_submodule("model.layers.0")
+        assert memory.layer == memory.ahead == sum(4 * p.numel() for p in layer.parameters())
+        assert memory.root == 4 * (128 * 32 + 32)  # embeddings and norm, no head
+    padded = sum(batch.input_ids.numel() for batch in batches)
+    masks = sum(b.padded * b.input_ids.numel() * b.input_ids.shape[1] for b in batches)
+    assert memory.parked == PARKED_COPIES * padded * 32 * 4 + masks
+    assert memory.features == sum(batch.tokens for batch in batches) * 32 * 4
+    with RouterStream(
+        Checkpoint.open(zoo_folder("olmoe")), batches, StreamSettings(gather=True)
+    ) as stream:
+        gathered = replace(stream.memory, ahead=memory.ahead)
+    assert memory.on_device - gathered.on_device == memory.features  # kept once
+    # What is spilled is spilled whole, and handed out beside that.
+    spilled = replace(memory, offload="disk"), replace(gathered, offload="disk")
+    assert spilled[0].on_device == spilled[1].on_device
+    assert spilled[0].on_disk == spilled[1].on_disk == memory.parked
+    assert memory.offload == "device"
+    assert "parked activations" in memory.describe()
+
+
+def test_what_is_where() -> None:
+    assert SMALL.on_device == SMALL.on_host == 63
+    disk = replace(SMALL, offload="disk")
+    assert (disk.on_device, disk.on_disk) == (55, 8)
+    gpu = replace(SMALL, device=torch.device("cuda"))
+    assert (gpu.on_device, gpu.on_host) == (63, PINNED_BYTES)
+    spilled = replace(gpu, offload="cpu")
+    assert (spilled.on_device, spilled.on_host) == (55, PINNED_BYTES + 8)
+
+
+def test_the_nearest_place_with_room() -> None:
+    free = available_memory(CPU)
+    assert choose_offload(SMALL).offload == "device"
+    assert choose_offload(replace(SMALL, parked=2 * free)).offload == "disk"
+    with pytest.raises(ResourceError, match=r"largest layer .* usable on cpu[^$]*`max_tokens`"):
+        choose_offload(replace(SMALL, layer=2 * free))
+
+
+def test_attention_that_keeps_scores_is_counted(zoo_folder: Callable[..., Path]) -> None:
+    running = {}
+    batches = reference.batches()
+    for family in ("gpt_oss", "mixtral"):
+        checkpoint = Checkpoint.open(zoo_folder(family))
+        with RouterStream(checkpoint, batches) as stream:
+            text = stream.model.config.get_text_config()
+            running[holds_scores(checkpoint)] = stream.memory.running, text.num_attention_heads
+            assert (text._attn_implementation == "eager") == holds_scores(checkpoint)
+    pairs = max(batch.input_ids.numel() * batch.input_ids.shape[1] for batch in batches)
+    (with_scores, heads), (without, _) = running[True], running[False]
+    assert with_scores - without == 12 * pairs * heads  # two in float32, and the softmax

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import multimodal_zoo
 import zoo
 from features import reference
 from moemerge.checkpoint.reader import Checkpoint
@@ -30,12 +30,12 @@ from moemerge.features.router_stream import RouterStream
 from moemerge.features.settings import StreamSettings
 from moemerge.features.stream import ModelStream
 from moemerge.features.tokens import finite
-from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 
 NOT_SERVED = ("zaya", "doge")
-SERVED = tuple(name for name in zoo.FAMILIES if name not in NOT_SERVED)
+EVERY = (*zoo.FAMILIES, *multimodal_zoo.FAMILIES)
+SERVED = tuple(name for name in EVERY if name not in NOT_SERVED)
 Folder = Callable[..., Path]
 Threads = Callable[[], list[str]]
 
@@ -48,18 +48,8 @@ def stream_all(folder: Path, batches: tuple[Batch, ...], **options: Any) -> refe
     others = {n: v for n, v in options.items() if n not in names}
     with RouterStream(Checkpoint.open(folder), batches, settings, **others) as stream:
         for stop in stream:
-            found[stop.path] = [x.clone() for _, x in in_order(stop, batches)]
+            found[stop.path] = [x.clone() for _, x in reference.in_order(stop, batches)]
     return found
-
-
-def in_order(stop: Any, batches: tuple[Batch, ...]) -> list[tuple[Batch, Tensor]]:
-    pairs = [
-        pair
-        for domain in stop.domains
-        for holdout in (False, True)
-        for pair in stop.by_batch(domain, holdout=holdout)
-    ]
-    return sorted(pairs, key=lambda pair: batches.index(pair[0]))
 
 
 def assert_same(found: reference.Features, expected: reference.Features) -> None:
@@ -120,7 +110,7 @@ def test_replaced_routers_act_from_there_on(family: str, zoo_folder: Folder) -> 
     with RouterStream(Checkpoint.open(folder), batches) as stream:
         parameters = {router.path: router for router in stream.anatomy.routers}
         for stop in stream:
-            found[stop.path] = [x.clone() for _, x in in_order(stop, batches)]
+            found[stop.path] = [x.clone() for _, x in reference.in_order(stop, batches)]
             # A weight that depends on the inputs, as a calibrated one does.
             noise = torch.randn(stop.weight.shape, generator=generator)
             mean = torch.cat(found[stop.path]).mean(0)
@@ -166,7 +156,7 @@ def test_other_layouts_on_disk(family: str, options: dict[str, Any], zoo_folder:
         for stop in stream:
             assert stop.weight_name in stream.checkpoint.tensors
             assert torch.equal(stream.checkpoint.read(stop.weight_name), stop.weight)
-            found[stop.path] = [x.clone() for _, x in in_order(stop, batches)]
+            found[stop.path] = [x.clone() for _, x in reference.in_order(stop, batches)]
     assert len(collected) == len(batches)
     if causal:
         expected, logits = reference.run_whole(reference.whole_model(folder), tuple(found), batches)
@@ -192,22 +182,11 @@ def test_bfloat16_checkpoint_and_dtype(zoo_folder: Folder) -> None:
         assert_same(found, expected)
 
 
-def test_replaced_router_is_rounded_to_what_is_stored(zoo_folder: Folder) -> None:
-    folder = zoo_folder("olmoe", dtype=torch.bfloat16)
-    with RouterStream(Checkpoint.open(folder), reference.batches()) as stream:
+def test_a_part_of_a_parameter_is_not_replaced(zoo_folder: Folder) -> None:
+    with RouterStream(Checkpoint.open(zoo_folder("olmoe")), reference.batches()) as stream:
         stop = next(iter(stream))
-        weight = stop.weight + 1e-3 * torch.randn(stop.weight.shape)
-        stop.replace_stored({stop.weight_name: weight})
-        assert stop.weight.dtype == torch.float32
-        assert torch.equal(stop.weight, weight.bfloat16().float())
-        assert not torch.equal(stop.weight, weight)
-        with pytest.raises(UsageError, match="expected"):
-            stop.replace_stored({stop.weight_name: weight[:2]})
-        assert stop.bias_name is None
         with pytest.raises(CheckpointError, match="no parameter of its own"):
-            stop.replace_stored({"model.layers.0.mlp.experts.0.up_proj.weight": weight})
-        with pytest.raises(NumericalError, match=r"layers\.0\.mlp\.gate\.weight"):
-            stop.replace_stored({stop.weight_name: weight * torch.nan})
+            stop.replace_stored({"model.layers.0.mlp.experts.0.up_proj.weight": stop.weight})
 
 
 def test_padding_is_left_out_and_domains_stay_apart(zoo_folder: Folder) -> None:
@@ -244,14 +223,6 @@ def test_layers_restricts_the_stops_and_ends_early(zoo_folder: Folder) -> None:
     assert_same(some, {path: everything[path] for path in some})
     with pytest.raises(ArchitectureError, match="no router"):
         RouterStream(Checkpoint.open(folder), batches, layers=[7])
-
-
-def test_hash_routers_are_passed_over_with_their_reason(zoo_folder: Folder) -> None:
-    with RouterStream(Checkpoint.open(zoo_folder("deepseek_v4")), reference.batches()) as stream:
-        ((path, reason),) = stream.anatomy.passed_over
-        assert path == "model.layers.0.mlp.gate"
-        assert "token id" in reason
-        assert [stop.layer for stop in stream] == [1, 2]
 
 
 @pytest.mark.parametrize("family", NOT_SERVED)
@@ -366,15 +337,6 @@ def test_failure_in_a_batch_names_layer_and_domain(
     assert not batch_threads()
 
 
-def _damaged(folder: Path, out: Path, change: Callable[[dict[str, Tensor]], None]) -> Checkpoint:
-    out.mkdir()
-    (out / "config.json").write_bytes((folder / "config.json").read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return Checkpoint.open(out)
-
-
 def _poison(name: str) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[name].fill_(torch.nan)
@@ -396,7 +358,7 @@ def test_nan_names_the_tensor(
     name: str, zoo_folder: Folder, batch_threads: Threads, tmp_path: Path
 ) -> None:
     poison = _poison(f"{name}.weight")
-    checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "nan", poison)
+    checkpoint = reference.changed(zoo_folder("olmoe"), tmp_path / "nan", poison)
     with (
         RouterStream(checkpoint, reference.batches()) as stream,
         pytest.raises(NumericalError, match=f"{name}.weight holds NaN or infinity"),
@@ -415,7 +377,7 @@ def test_nan_names_the_tensor(
 def test_an_overflow_names_layer_and_domain(
     name: str, where: str, zoo_folder: Folder, batch_threads: Threads, tmp_path: Path
 ) -> None:
-    checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "large", _enlarge(name))
+    checkpoint = reference.changed(zoo_folder("olmoe"), tmp_path / "large", _enlarge(name))
     with (
         RouterStream(checkpoint, reference.batches()) as stream,
         pytest.raises(NumericalError, match=f"{where}, domain code, math"),
@@ -428,7 +390,7 @@ def test_nan_in_the_last_layer_is_met_where_the_output_is_used(
     zoo_folder: Folder, tmp_path: Path
 ) -> None:
     poison = _poison("model.layers.2.mlp.experts.0.down_proj.weight")
-    checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "nan", poison)
+    checkpoint = reference.changed(zoo_folder("olmoe"), tmp_path / "nan", poison)
     with (
         RouterStream(checkpoint, reference.batches(), on_output=lambda b, v: None) as stream,
         pytest.raises(NumericalError, match=r"experts\.0\.down_proj\.weight holds NaN"),
@@ -442,7 +404,7 @@ def test_nan_after_the_last_stop_is_not_overlooked(
 ) -> None:
     """The last layer's experts are not run where nobody asks for the output."""
     name = f"model.layers.2.mlp.experts.{expert}.down_proj.weight"
-    checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "nan", _poison(name))
+    checkpoint = reference.changed(zoo_folder("olmoe"), tmp_path / "nan", _poison(name))
     with (
         RouterStream(checkpoint, reference.batches()) as stream,
         pytest.raises(NumericalError, match=f"{re.escape(name)} holds NaN"),
@@ -470,7 +432,7 @@ def test_missing_tensor_is_named(
     def change(tensors: dict[str, Tensor]) -> None:
         del tensors[name]
 
-    checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "missing", change)
+    checkpoint = reference.changed(zoo_folder("olmoe"), tmp_path / "missing", change)
     with (
         RouterStream(checkpoint, reference.batches()) as stream,
         pytest.raises(CheckpointError, match=name),
@@ -520,15 +482,5 @@ def test_gathered_inputs_lie_side_by_side_and_change_nothing(
         for stop in stream:
             one, two = stop.inputs("math")
             assert two.data_ptr() == one.data_ptr() + one.numel() * one.element_size()
-            found[stop.path] = [x.clone() for _, x in in_order(stop, batches)]
+            found[stop.path] = [x.clone() for _, x in reference.in_order(stop, batches)]
     assert_same(found, plain)
-
-
-def test_parts_of_a_layer_are_timed(zoo_folder: Folder) -> None:
-    stopwatch = Stopwatch(torch.device("cpu"))
-    stream_all(zoo_folder("deepseek_v3"), reference.batches(), stopwatch=stopwatch)
-    assert set(stopwatch.totals()) == {
-        "wait for weights", "embeddings", "other layers", "attention", "experts"
-    }  # fmt: skip
-    assert stopwatch.beside["read"] > 0
-    assert stopwatch.nbytes["read"] > 0

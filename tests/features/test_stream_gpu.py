@@ -34,13 +34,7 @@ def test_features_are_those_of_the_whole_model(
         StreamSettings(torch.device("cuda"), offload=offload, spill_smallest=0),
     ) as stream:
         for stop in stream:
-            pairs = [
-                pair
-                for domain in stop.domains
-                for holdout in (False, True)
-                for pair in stop.by_batch(domain, holdout=holdout)
-            ]
-            pairs.sort(key=lambda pair: batches.index(pair[0]))
+            pairs = reference.in_order(stop, batches)
             assert all(x.device.type == "cuda" for _, x in pairs)
             found[stop.path] = [x.clone() for _, x in pairs]
     model = reference.whole_model(folder).to("cuda")

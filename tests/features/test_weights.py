@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import multimodal_zoo
 import zoo
 from features import reference
+from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, CheckpointError, NumericalError
 from moemerge.features.loading import build_skeleton, map_names
+from moemerge.features.routers import anatomy
 from moemerge.features.weights import Weights
 
 Folder = Callable[..., Path]
 CPU = torch.device("cpu")
+EVERY = (*zoo.FAMILIES, *multimodal_zoo.FAMILIES)
 
 
 def opened(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
@@ -37,15 +40,6 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
     weights.check(names, "the model")
     weights.close()
     return weights
-
-
-def changed(folder: Path, out: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
-    out.mkdir()
-    (out / "config.json").write_bytes((folder / "config.json").read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
 
 
 @pytest.mark.parametrize("family", [f for f in zoo.FAMILIES if f != "zaya"])
@@ -105,7 +99,7 @@ def test_unknown_tensors_are_left_alone(zoo_folder: Folder, tmp_path: Path) -> N
     def add_mtp(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.3.eh_proj.weight"] = torch.ones(2, 2)
 
-    folder = changed(zoo_folder("deepseek_v3"), tmp_path / "mtp", add_mtp)
+    folder = reference.changed(zoo_folder("deepseek_v3"), tmp_path / "mtp", add_mtp).path
     assert loaded(folder).names.unused == ("model.layers.3.eh_proj.weight",)
 
 
@@ -124,14 +118,14 @@ def test_wrong_shapes_name_the_tensor(
     def resize(tensors: dict[str, Tensor]) -> None:
         tensors[name] = torch.zeros(shape)
 
-    folder = changed(zoo_folder("olmoe"), tmp_path / "shape", resize)
+    folder = reference.changed(zoo_folder("olmoe"), tmp_path / "shape", resize).path
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\."):
         loaded(folder)
 
 
 def test_a_missing_expert_is_told(zoo_folder: Folder, tmp_path: Path) -> None:
     lost = "model.layers.1.mlp.experts.3.up_proj.weight"
-    folder = changed(zoo_folder("olmoe"), tmp_path / "lost", lambda t: t.pop(lost))
+    folder = reference.changed(zoo_folder("olmoe"), tmp_path / "lost", lambda t: t.pop(lost)).path
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.gate_up_proj"):
         loaded(folder)
 
@@ -141,13 +135,13 @@ def test_two_layouts_in_one_folder(zoo_folder: Folder, tmp_path: Path) -> None:
         gate = tensors["model.layers.0.block_sparse_moe.gate.weight"]
         tensors["model.layers.0.mlp.gate.weight"] = gate.clone()
 
-    checkpoint = Checkpoint.open(changed(zoo_folder("mixtral"), tmp_path / "two", both))
+    checkpoint = reference.changed(zoo_folder("mixtral"), tmp_path / "two", both)
     with pytest.raises(CheckpointError, match="mixes two layouts"):
         map_names(build_skeleton(checkpoint, torch.float32), checkpoint)
 
 
 def edited(folder: Path, out: Path, **values: Any) -> Checkpoint:
-    changed(folder, out, lambda tensors: None)
+    reference.changed(folder, out, lambda tensors: None)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, **values}))
     return Checkpoint.open(out)
@@ -205,7 +199,7 @@ def test_a_head_that_is_not_run_is_checked_beside_the_layers(
     def poison(tensors: dict[str, Tensor]) -> None:
         tensors["lm_head.weight"][3, 1] = torch.nan
 
-    folder = changed(zoo_folder("olmoe"), tmp_path / "nan", poison)
+    folder = reference.changed(zoo_folder("olmoe"), tmp_path / "nan", poison).path
     told = r"lm_head\.weight holds NaN or infinity, in .*model\.safetensors"
     weights = opened(folder)
     weights.require_finite_on_disk(["lm_head.weight"], background=True)
@@ -223,3 +217,18 @@ def test_a_head_that_is_not_run_is_checked_beside_the_layers(
     weights.require_finite_on_disk(["model.norm.weight"], background=True)
     weights.wait_for_checks()
     weights.close()
+
+
+@pytest.mark.parametrize("family", [f for f in EVERY if f not in ("zaya", "doge")])
+def test_modules_and_tables_agree(family: str, zoo_folder: Folder) -> None:
+    checkpoint = Checkpoint.open(zoo_folder(family))
+    table = Architecture.of(checkpoint.config, checkpoint.tensors)
+    model = build_skeleton(checkpoint, torch.float32)
+    names = map_names(model, checkpoint)
+    found = {
+        (r.layer, names.on_disk(r.weight), None if r.bias is None else names.on_disk(r.bias))
+        for r in anatomy(model).routers
+    }
+    served = {(place.layer, place.weight, place.bias) for place in table.routers() if place.served}
+    assert found == served
+    assert found

@@ -70,17 +70,6 @@ def test_workers_and_sharding_do_not_change_a_bit(models, tmp_path, method):
         assert torch.equal(value, shards[name])
 
 
-def test_another_seed_gives_another_mask(models, tmp_path):
-    settings = config("dare_ties", models, density=0.4)
-    moemerge.merge(settings, tmp_path / "a", seed=0)
-    moemerge.merge(settings, tmp_path / "b", seed=1)
-    a, b = zoo.tensors(tmp_path / "a"), zoo.tensors(tmp_path / "b")
-    name = "model.layers.0.mlp.experts.0.up_proj.weight"
-    assert not torch.equal(a[name], b[name])
-    moemerge.merge(settings, tmp_path / "none")
-    assert shards(tmp_path / "none") == shards(tmp_path / "a")
-
-
 def shards(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 

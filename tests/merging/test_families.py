@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import moemerge
+import multimodal_zoo
 import zoo
 from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
@@ -34,7 +35,7 @@ def load(folder: Path) -> dict[str, list[str]]:
     return {k: sorted(map(str, info[k])) for k in ("missing_keys", "unexpected_keys")}
 
 
-@pytest.mark.parametrize("model_type", zoo.FAMILIES)
+@pytest.mark.parametrize("model_type", [*zoo.FAMILIES, *multimodal_zoo.FAMILIES])
 def test_every_family_merges_and_loads(zoo_folder, tmp_path, model_type):
     base = zoo_folder(model_type)
     models = [zoo.perturb(base, tmp_path / str(seed), seed) for seed in (1, 2)]

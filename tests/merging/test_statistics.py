@@ -236,28 +236,6 @@ def test_layers_of_a_slice_are_each_sources_own(pair, tmp_path):
     torch.testing.assert_close(merged[keys[0]], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_filters_choose_weights_and_the_factor(pair, tmp_path):
-    models = pair("olmoe")
-    settings = config(
-        "regmean",
-        models,
-        parameters={"factor": [{"filter": "self_attn", "value": 0.5}, {"value": 0.9}]},
-    )
-    weight = [{"filter": "role:router", "value": 3.0}, {"value": 1.0}]
-    settings["models"][0]["parameters"] = {"weight": weight}
-    moemerge.merge(settings, tmp_path / "out")
-    merged = unit_tensors(tmp_path / "out")
-    stats = [s for _, s in models.values()]
-    lengths = [s.tokens for s in stats]
-    for key, factor, weigh in (
-        ("model.layers.1.self_attn.q_proj.weight", 0.5, (1.0, 1.0)),
-        ("model.layers.1.mlp.gate.weight", 0.9, (3.0, 1.0)),
-    ):
-        weights = [unit_tensors(model)[key] for model, _ in models.values()]
-        expected = solved(weights, [s.inputs[key] for s in stats], lengths, factor, weigh)
-        torch.testing.assert_close(merged[key], expected, rtol=1e-5, atol=1e-5)
-
-
 def test_routers_by_another_method_and_only_routers_by_this_one(pair, tmp_path):
     models = pair("olmoe")
     router = "model.layers.1.mlp.gate.weight"
@@ -315,18 +293,6 @@ def test_a_base_only_lends_its_config(pair, zoo_folder, tmp_path, method, kind):
     router = {"merge_method": "task_arithmetic", "parameters": {"weight": 0.5}}
     report = moemerge.merge({**plain, "base_model": str(base), "router": router}, tmp_path / "c")
     assert {m.name: m for m in report.models}[base.name].merged == 3
-
-
-def test_out_dtype_and_workers(pair, tmp_path):
-    models = pair("olmoe")
-    moemerge.merge(config("regmean", models), tmp_path / "wide")
-    moemerge.merge(config("regmean", models, out_dtype="bfloat16"), tmp_path / "narrow")
-    wide, narrow = zoo.tensors(tmp_path / "wide"), zoo.tensors(tmp_path / "narrow")
-    for name, value in wide.items():
-        assert torch.equal(value.bfloat16(), narrow[name])
-    moemerge.merge(config("regmean", models), tmp_path / "again")
-    again = zoo.tensors(tmp_path / "again")
-    assert all(torch.equal(value, again[name]) for name, value in wide.items())
 
 
 def test_statistics_count_in_the_estimates(pair):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from experiments.test_verdicts import ROWS, summary_of
+from moemerge.experiments.report import write_report
 from moemerge.report.scores import write_scores_page
 from report.scores_sample import HOSTILE, sample_page
 from report.test_page_browser import OUTSIDE, SMALL, SMALLEST_TEXT
@@ -96,4 +98,22 @@ def test_three_models_one_of_them_with_a_wicked_name(browser, tmp_path):
     assert len(browser.driver.find_elements("css selector", "table.pair")) == 3
     browser.run(SELECT, "right", "2")
     assert HOSTILE in browser.find("#problem .side:last-child h4").text
+    assert browser.console() == []
+
+
+def test_a_narrow_screen_shows_what_decides(browser, tmp_path):
+    summary = summary_of(tmp_path, ROWS)
+    page = write_report(tmp_path, [summary], figures=False, title="Mine")[0]
+    browser.open(page, width=500)
+    assert not {"Δ", "p", "95 %"} & set(browser.cut(".results"))
+    assert browser.run("return document.documentElement.scrollWidth <= innerWidth") is True
+    assert browser.find(".verdicts li").text.startswith("Not distinguishable from the base")
+    browser.command("Emulation.setEmulatedMedia", {"media": "print"})
+    browser.command(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 690, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+    )
+    assert browser.cut(".results") == []  # on paper nothing can be scrolled
+    browser.command("Emulation.setEmulatedMedia", {"media": ""})
+    assert browser.asked_for() == [page.as_uri()]
     assert browser.console() == []

@@ -17,7 +17,7 @@ import quantised_zoo
 import zoo
 from calibration import cases
 from moemerge.statistics import Statistics
-from together import LIMIT, job, together
+from together import LIMIT, job, off, together
 
 pytestmark = [pytest.mark.timeout(LIMIT), pytest.mark.slow]
 
@@ -155,16 +155,6 @@ def all_done(folder: Path, family: Callable[..., Path]) -> Jobs:
     for code, words in together(rounds):
         assert code == 0, words
     return jobs
-
-
-def off(one: Path, other: Path, merged: Path) -> float:
-    """How far two results are apart, as a share of a tensor's move; the largest."""
-    before, a, b = (zoo.tensors(path) for path in (merged, one, other))
-    moved = [name for name in before if not torch.equal(before[name], a[name])]
-    assert moved
-    shares = [(a[n] - b[n]).norm() / (a[n] - before[n]).norm() for n in moved]
-    assert all(torch.equal(b[name], before[name]) for name in before if name not in moved)
-    return max(map(float, shares))
 
 
 UNLIKE = ("seconds", "statistics_seconds", "created", "command", "output", "disk")

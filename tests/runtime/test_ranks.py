@@ -52,13 +52,6 @@ def test_in_one_process_nothing_happens() -> None:
     assert (ranks.neighbours(), ranks.sharing(values.device)) == (1, 1)
 
 
-def test_jobs_for_one_process_refuse_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks.alone("merge")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="merge runs in one process, and torchrun started 2"):
-        ranks.alone("merge")
-
-
 def test_memory_and_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     cores, memory = devices.cpu_count(), devices.available_memory(cpu)

@@ -1,4 +1,4 @@
-"""Times add up by name."""
+"""Times add up by name; counts as people write them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from moemerge.runtime.progress import counted
 from moemerge.runtime.timing import Stopwatch, peak_memory
 
 CPU = torch.device("cpu")
@@ -27,18 +28,6 @@ def test_spans_add_up() -> None:
     assert list(totals) == ["sleep", "nothing", "counted"]
 
 
-def test_what_runs_beside_is_apart() -> None:
-    watch = Stopwatch(CPU)
-    watch.aside("read", 1.0, 100)
-    watch.aside("read", 0.5, 20)
-    assert (watch.beside, watch.nbytes) == ({"read": 1.5}, {"read": 120})
-    assert watch.totals() == {}
-
-
-def test_a_cpu_has_no_memory_of_its_own() -> None:
-    assert peak_memory(CPU) is None
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_timed_on_its_own_line() -> None:
@@ -50,3 +39,10 @@ def test_a_gpu_is_timed_on_its_own_line() -> None:
             x = x / x.norm()
     assert 0 < watch.totals()["products"] < 60
     assert (peak_memory(torch.device("cuda")) or 0) >= x.numel() * 4
+
+
+def test_one_is_no_plural() -> None:
+    assert counted(1, "row") == "1 row"
+    assert [counted(n, "row") for n in (0, 2, 12345)] == ["0 rows", "2 rows", "12,345 rows"]
+    assert counted(1, "row holds", "rows hold") == "1 row holds"
+    assert counted(2, "row holds", "rows hold") == "2 rows hold"

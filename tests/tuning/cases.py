@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +62,3 @@ class InterruptedAt(Silent):
         self._left -= amount
         if self._left <= 0:
             raise KeyboardInterrupt
-
-
-Zoo = Callable[..., Path]

@@ -58,13 +58,6 @@ def test_rounds_to_the_nearest_and_ties_to_even(kind: tuple[Codes, torch.Tensor]
     assert bool((chosen % 2 == 0).all())
 
 
-def test_values_come_back_as_the_same_codes(kind: tuple[Codes, torch.Tensor]) -> None:
-    codes, values = kind
-    every = torch.arange(len(values), dtype=torch.uint8)
-    finite = values.isfinite()
-    assert torch.equal(codes.round(values[finite]), every[finite])
-
-
 @pytest.mark.parametrize("known", list(kinds._ERRORS))
 def test_known_rounding_errors_are_the_measured_ones(known) -> None:
     scheme = kinds.Scheme(*known, Dtype.FLOAT32)

@@ -14,7 +14,6 @@ from torch import Tensor
 import quantised_zoo as qz
 import zoo
 from moemerge.checkpoint import Checkpoint
-from moemerge.checkpoint.quantised.scheme import relative_error
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding
 from moemerge.errors import CheckpointError
 
@@ -360,30 +359,6 @@ def test_read_in_the_dtype_that_the_config_states(
     parts = qz.block_fp8(4, 8)("a.weight", torch.randn(8, 8))
     checkpoint = single(tmp_path, qz.fp8_config(4, 8), parts, dtype=stated)
     assert checkpoint["a.weight"].dtype == dtype
-
-
-COARSE = {
-    "2.6 %": (qz.fp8_config(128, 128), qz.block_fp8(128, 128)),
-    "9.5 %": (
-        qz.weights(4, "int", "group", group_size=32),
-        qz.packed(4, 32),
-    ),
-    "0.8 %": (qz.weights(8, "int", "channel"), qz.packed(8)),
-    "11.6 %": ({"quant_method": "mxfp4"}, qz.mxfp4),
-}
-
-
-@pytest.mark.parametrize("error", COARSE)
-def test_relative_error_of_a_format_is_the_documented_one(error: str, tmp_path: Path) -> None:
-    section, quantise = COARSE[error]
-    name = "m.experts.down_proj" if quantise is qz.mxfp4 else "a.weight"
-    tensor = torch.randn(128, 128, generator=torch.Generator().manual_seed(1))
-    parts = quantise(name, tensor[None] if quantise is qz.mxfp4 else tensor)
-    info = single(tmp_path, section, parts).tensors[name]
-    assert isinstance(info, QuantisedInfo)
-    assert f"{100 * relative_error(info.scheme):.1f} %" == error
-    page = Path(__file__).parents[3] / "docs" / "quantised.md"
-    assert f"| {error} |" in page.read_text(encoding="utf-8")
 
 
 def single(folder: Path, section: dict[str, Any], parts: qz.Parts, **config: Any) -> Checkpoint:

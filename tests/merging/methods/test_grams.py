@@ -1,4 +1,4 @@
-"""lot, slta and cat against the problems they state, in float64 and from the inputs themselves."""
+"""lot, slta and cat against the problems they state; Fisher merging by hand."""
 
 from __future__ import annotations
 
@@ -47,17 +47,6 @@ def test_lot_is_least_squares_for_task_vectors(merge, counts):
     answers = torch.cat([s**0.5 * x @ t.T for s, x, t in zip(shares, xs, vectors, strict=True)])
     expected = 0.7 * torch.linalg.lstsq(rows, answers).solution.T
     torch.testing.assert_close(merged - base, expected, rtol=1e-6, atol=1e-8)
-
-
-def test_lot_stays_at_the_base_where_no_input_goes(merge):
-    base = normal(OUT, WIDTH, seed=9)
-    xs = texts((50, 50))
-    for x in xs:
-        x[:, 3] = 0.0
-    models = [base + normal(OUT, WIDTH, seed=20 + i) for i in range(2)]
-    merged = merge("lot", models, base=base, statistics=statistics(xs))
-    torch.testing.assert_close(merged[:, 3], base[:, 3])
-    assert not torch.allclose(merged[:, 2], base[:, 2])
 
 
 @pytest.mark.parametrize("counts", [(60, 60), (40, 200), (30, 60, 90)])
@@ -140,3 +129,65 @@ def test_experts_that_no_token_reached(merge, name):
     models = [base + normal(OUT, WIDTH, seed=20 + i) for i in range(2)]
     for known in ([empty, empty], [empty, some]):
         assert torch.isfinite(merge(name, models, base=base, statistics=known)).all()
+
+
+def known(values, tokens=100, domain=100, sequences=10):
+    return UnitStatistics(torch.as_tensor(values), tokens, domain, sequences)
+
+
+def test_fisher_by_hand(merge):
+    models = [torch.tensor([[0.0, 1.0, 8.0]]), torch.tensor([[4.0, 3.0, 0.0]])]
+    information = [known([[1.0, 2.0, 0.0]]), known([[3.0, 2.0, 1.0]])]
+    merged = merge("fisher", models, statistics=information)
+    torch.testing.assert_close(merged, torch.tensor([[3.0, 2.0, 0.0]]), atol=2e-5, rtol=0)
+    merged = merge(
+        "fisher", models, statistics=information, params=[{"weight": 0.75}, {"weight": 0.25}]
+    )
+    torch.testing.assert_close(merged, torch.tensor([[2.0, 1.5, 0.0]]), atol=1e-4, rtol=0)
+
+
+def test_longer_sequences_do_not_count_more(merge):
+    models = [torch.zeros(2, 2), torch.ones(2, 2)]
+    ones = torch.ones(2, 2)
+    information = [known(ones, domain=100, sequences=10), known(8 * ones, domain=800, sequences=10)]
+    merged = merge("fisher", models, statistics=information)
+    torch.testing.assert_close(merged, torch.full((2, 2), 0.5))
+    merged = merge("fisher", models, statistics=information, normalize=False)
+    torch.testing.assert_close(merged, torch.full((2, 2), 8 / 9))
+
+
+def test_an_expert_that_one_model_never_used_is_the_others(merge):
+    said = []
+    models = [torch.zeros(2, 3), torch.ones(2, 3)]
+    information = [known(torch.zeros(2, 3), tokens=0), known(torch.full((2, 3), 1e-12))]
+    merged = merge(
+        "fisher",
+        models,
+        statistics=information,
+        role=Role.EXPERT,
+        remark=lambda *r: said.append(r),
+    )
+    torch.testing.assert_close(merged, models[1], atol=1e-5, rtol=0)
+    assert said == [("unvisited", {"m0": 0})]
+
+
+def test_an_expert_that_no_model_used_is_averaged(merge):
+    said = []
+    models = [torch.zeros(2, 3), torch.ones(2, 3)]
+    for values in (torch.zeros(2, 3), torch.full((2, 3), 1e-42)):
+        merged = merge(
+            "fisher",
+            models,
+            statistics=[known(values, tokens=0)] * 2,
+            params=[{"weight": 1.0}, {"weight": 3.0}],
+            remark=lambda *r: said.append(r),
+        )
+        torch.testing.assert_close(merged, torch.full((2, 3), 0.75))
+    assert said == [("averaged", {"why": "no model's loss depends on it"})] * 2
+
+
+def test_weights_without_information_are_averaged_by_the_floor(merge):
+    models = [torch.tensor([0.0, 0.0]), torch.tensor([1.0, 1.0])]
+    information = [known([1.0, 0.0]), known([1.0, 0.0])]
+    merged = merge("fisher", models, statistics=information)
+    torch.testing.assert_close(merged, torch.tensor([0.5, 0.5]))

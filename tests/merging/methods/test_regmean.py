@@ -154,14 +154,6 @@ def test_jitter_is_used_where_inputs_span_too_little_and_said(merge):
     )
 
 
-def test_features_that_never_occur_are_averaged(merge):
-    x = inputs_of(100, 6, 0)
-    x[:, 2] = 0
-    weights = weights_of(2, 4, 6)
-    merged = merge("regmean", weights, statistics=[statistics(x[:50]), statistics(x[50:])])
-    torch.testing.assert_close(merged[:, 2], (sum(weights) / 2)[:, 2])
-
-
 def test_everything_without_a_gram_is_averaged(merge):
     said = []
     pair = [torch.tensor([1.0, 3.0]), torch.tensor([3.0, 5.0])]

@@ -1,4 +1,4 @@
-"""Methods by singular vectors: tsv, iso_c, iso_cts, opcm, lore, doge, and what they share."""
+"""Methods by singular vectors: tsv, iso_c, iso_cts, opcm, lore, doge, polar factors by products."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from moemerge.architectures.roles import Role
-from moemerge.merging.methods._spectra import Spectrum, nearest_orthogonal, orthogonal_sides
+from moemerge.merging.methods import _spectra
+from moemerge.merging.methods._spectra import (
+    Definite,
+    Spectrum,
+    nearest_orthogonal,
+    orthogonal_sides,
+    polar_factor,
+)
 
 SPECTRAL = ["tsv", "iso_c", "iso_cts", "opcm"]
 SHAPES = [(12, 20), (20, 12), (16, 16)]
@@ -198,22 +205,6 @@ def test_one_model_alone_is_taken_as_it_is(merge, name):
     torch.testing.assert_close(merge(name, [base + tau], base=base), base + tau)
 
 
-@pytest.mark.parametrize("name", [*SPECTRAL, "doge", "lore"])
-@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (1, 1), (5, 6)])
-def test_degenerate_units_stay_finite(merge, name, shape):
-    base = normal(*shape, dtype=torch.float32)
-    rank_one = normal(shape[0], 1, seed=1).float() @ normal(1, shape[1], seed=2).float()
-    for tensors in (
-        [base + rank_one, base + rank_one],  # equal models
-        [base + rank_one, base - rank_one],  # opposite ones
-        [base + rank_one, base + 0.5 * normal(*shape, seed=3).float()],
-        [torch.zeros(shape), torch.zeros(shape)],
-    ):
-        merged = merge(name, tensors, base=base)
-        assert merged.shape == base.shape
-        assert torch.isfinite(merged).all()
-
-
 def test_a_low_rank_update_is_not_filled_up_with_noise(merge):
     base = torch.zeros(16, 16)
     updates = [normal(16, 2, seed=i).float() @ normal(2, 16, seed=10 + i).float() for i in range(2)]
@@ -222,19 +213,20 @@ def test_a_low_rank_update_is_not_filled_up_with_noise(merge):
         assert len(Spectrum.of(merged).values) <= 4
 
 
-@pytest.mark.parametrize("name", [*SPECTRAL, "doge"])
+@pytest.mark.parametrize("name", [*SPECTRAL, "doge", "wudi"])
 def test_other_tensors_are_averaged_or_the_bases(merge, name):
     base, a, b = torch.zeros(2, 2), torch.ones(2, 2), torch.full((2, 2), 3.0)
     for role in (Role.NORM, Role.EMBEDDING, Role.HEAD):
         assert torch.equal(merge(name, [a, b], base=base, role=role), torch.full((2, 2), 2.0))
         assert torch.equal(merge(name, [a, b], base=base, role=role, others="base"), base)
+    assert merge(name, [[1.0], [3.0]], base=[0.0], role=Role.ATTENTION).tolist() == [2.0]
 
 
-@pytest.mark.parametrize("name", [*SPECTRAL, "doge"])
+@pytest.mark.parametrize("name", [*SPECTRAL, "doge", "wudi"])
 def test_routers_are_linear_layers(merge, name):
     base, vectors = normal(8, 10, seed=9), task_vectors(2, (8, 10))
     models = [base + t for t in vectors]
-    short = {"steps": 5} if name == "doge" else {}
+    short = {"steps": 5} if name in ("doge", "wudi") else {}
     router = merge(name, models, base=base, role=Role.ROUTER, **short)
     assert torch.equal(router, merge(name, models, base=base, role=Role.EXPERT, **short))
     assert not torch.allclose(router, base + sum(vectors) / 2)
@@ -319,3 +311,103 @@ def test_doge_keeps_the_largest_elements_of_each_model(merge):
     a, b = torch.tensor([[3.0, 0.0], [4.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     merged = merge("doge", [a, b], base=torch.zeros(2, 2), steps=0, density=0.25)
     torch.testing.assert_close(merged, torch.tensor([[0.0, 0.07], [0.07 * 4 / 5, 0.0]]))
+
+
+POLAR_SHAPES = [(12, 20), (20, 12), (16, 16), (1, 7), (7, 1)]
+METHODS = {"tsv": {}, "iso_c": {}, "iso_cts": {}, "wudi": {"solver": "exact"}}
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    """Products wherever they may be taken, as on a GPU."""
+    monkeypatch.setattr(_spectra, "PRODUCTS_ON", {"cpu", "cuda"})
+    monkeypatch.setattr(_spectra, "FEWEST", 1)
+
+
+def with_values(shape, values, seed=0):
+    """A matrix with these singular values, and its polar factor."""
+    u, v = (torch.linalg.qr(normal(n, len(values), seed=seed + n)).Q for n in shape)
+    return (u * values) @ v.T, u @ v.T
+
+
+@pytest.mark.parametrize("shape", POLAR_SHAPES)
+@pytest.mark.parametrize("smallest", [1.0, 0.1, 1e-3, 1e-5])
+def test_the_polar_factor_is_that_of_the_singular_value_decomposition(shape, smallest):
+    count = min(shape)
+    values = torch.logspace(0, torch.tensor(smallest).log10(), count, dtype=torch.float64)
+    matrix, expected = with_values(shape, 3e-3 * values)
+    found = polar_factor(matrix)
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 16)])
+def test_what_may_lack_a_direction_is_left_to_a_decomposition(shape):
+    count = min(shape)
+    low = torch.ones(count, dtype=torch.float64)
+    low[-1] = 1e-6  # where the rank is cut
+    assert polar_factor(with_values(shape, low)[0]) is None
+    low[-1] = 0
+    assert polar_factor(with_values(shape, low)[0]) is None
+    assert polar_factor(torch.zeros(shape)) is None
+    assert polar_factor(torch.ones(shape)) is None
+    assert polar_factor(torch.full(shape, torch.nan)) is None
+    assert polar_factor(torch.full(shape, torch.inf)) is None
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (16, 16), (3, 3), (1, 4)])
+def test_bounds_hold_the_singular_values(shape):
+    matrix = normal(*shape)
+    values = torch.linalg.svdvals(matrix)
+    known = Definite.of(matrix @ matrix.T)
+    assert 0 < known.least <= values[-1] * (1 + 1e-9)
+    assert known.most >= values[0] * (1 - 1e-9)
+    assert known.least >= values[-1] / shape[0] ** 0.5 * (1 - 1e-9)
+    right = normal(5, shape[0], seed=1)
+    torch.testing.assert_close(known.solve(right) @ (matrix @ matrix.T), right)
+
+
+@pytest.mark.parametrize("halvings", [1, 2, 5, 12, 20, 25])
+def test_steps_take_every_value_to_one(halvings):
+    x = torch.logspace(-halvings, 0, 5001, base=2, dtype=torch.float64)
+    for a, b, c in _spectra._steps(halvings):
+        x = a * x + b * x**3 + c * x**5
+    torch.testing.assert_close(x, torch.ones_like(x), rtol=0, atol=1e-14)
+
+
+def models_of(shape, kind):
+    """Base and models; `equal`, `opposite` and `rank one` leave directions out."""
+    base, a, b = (normal(*shape, seed=s, dtype=torch.float32) for s in (9, 0, 1))
+    one = normal(shape[0], 1, seed=2).float() @ normal(1, shape[1], seed=3).float()
+    changes = {
+        "unlike": (a, b),
+        "equal": (a, a),
+        "opposite": (a, -a),
+        "rank one": (one, one),
+        "one and many": (one, b),
+        "steep": (with_values(shape, 10.0 ** -torch.arange(min(shape)).double())[0].float(), b),
+        "zeros": (torch.zeros(shape), torch.zeros(shape)),
+    }[kind]
+    return base, [base + 0.1 * change for change in changes]
+
+
+@pytest.mark.parametrize("shape", POLAR_SHAPES)
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "kind", ["unlike", "equal", "opposite", "rank one", "one and many", "steep", "zeros"]
+)
+def test_methods_give_the_same_by_products(merge, anywhere, monkeypatch, name, shape, kind):
+    base, tensors = models_of(shape, kind)
+    by_products = merge(name, tensors, base=base, **METHODS[name])
+    monkeypatch.setattr(_spectra, "PRODUCTS_ON", frozenset())
+    decomposed = merge(name, tensors, base=base, **METHODS[name])
+    assert by_products.dtype == base.dtype
+    torch.testing.assert_close(by_products, decomposed, rtol=1e-5, atol=1e-6)
+
+
+def test_a_wide_update_takes_the_way_of_products(merge, anywhere, monkeypatch):
+    """Not the other one by mistake: without eigenvectors it still works."""
+    base, tensors = models_of((12, 20), "unlike")
+    expected = merge("iso_c", tensors, base=base)
+    monkeypatch.delattr(torch.linalg, "eigh")
+    assert torch.equal(merge("iso_c", tensors, base=base), expected)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from moemerge.architectures.roles import Role
 from moemerge.merging.methods.wudi import Interference
 
 
@@ -77,31 +76,6 @@ def test_exact_keeps_float32s_digits_in_weak_directions(merge):
     merged = merge("wudi", [v.float() for v in vectors], base=torch.zeros(12, 24), solver="exact")
     assert merged.dtype == torch.float32
     assert (merged - expected).norm() < 1e-7 * expected.norm()
-
-
-@pytest.mark.parametrize("solver", ["adam", "exact"])
-def test_unchanged_models_are_left_out(merge, solver):
-    base = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
-    a, b = (base + t.float() for t in task_vectors(2, 4, 5))
-    with_zero = merge("wudi", [a, base, b], base=base, solver=solver)
-    assert torch.equal(with_zero, merge("wudi", [a, b], base=base, solver=solver))
-    assert torch.equal(merge("wudi", [base, base], base=base, solver=solver), base)
-
-
-@pytest.mark.parametrize("role", [Role.NORM, Role.EMBEDDING, Role.HEAD])
-def test_other_tensors_are_averaged_or_the_bases(merge, role):
-    base, a, b = torch.zeros(2, 2), torch.ones(2, 2), torch.full((2, 2), 3.0)
-    assert torch.equal(merge("wudi", [a, b], base=base, role=role), torch.full((2, 2), 2.0))
-    assert torch.equal(merge("wudi", [a, b], base=base, role=role, others="base"), base)
-    assert merge("wudi", [[1.0], [3.0]], base=[0.0], role=Role.ATTENTION).tolist() == [2.0]
-
-
-def test_the_router_is_a_linear_weight(merge):
-    base = torch.zeros(3, 6)
-    a, b = (t.float() for t in task_vectors(2, 3, 6))
-    out = merge("wudi", [a, b], base=base, role=Role.ROUTER, solver="exact")
-    assert not torch.allclose(out, (a + b) / 2)
-    assert objective(out, [a, b]) < 0.9 * objective(a + b, [a, b])
 
 
 def test_both_associations_give_the_same_steps():

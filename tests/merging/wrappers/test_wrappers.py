@@ -13,7 +13,6 @@ import zoo
 from collecting import direct
 from collecting.cases import token_rows
 from merging.gathered import unit_tensors
-from moemerge.api import list_wrappers
 from moemerge.architectures.roles import Role
 from moemerge.errors import ConfigError
 from moemerge.merging.method import METHODS, ModelTensor, UnitInfo, UnitStatistics
@@ -276,7 +275,3 @@ def test_what_wraps_several_models_does_not_wrap_one(folder):
     settings["models"] = settings["models"][:1]
     with pytest.raises(ConfigError, match="aligns several models"):
         moemerge.load_config(settings)
-
-
-def test_wrappers_are_listed():
-    assert [row["wrapper"] for row in list_wrappers()] == list(NAMES)
