@@ -13,8 +13,11 @@ import zoo
 from features import reference
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.errors import ArchitectureError
+from moemerge.features import settings as memory
 from moemerge.features.router_stream import RouterStream
-from moemerge.lockstep.streams import Lockstep
+from moemerge.features.settings import StreamSettings
+from moemerge.lockstep.streams import Lockstep, Need, Side, open_lockstep
+from moemerge.runtime.progress import Silent
 from moemerge.text.batches import Batch
 
 Folder = Callable[..., Path]
@@ -61,3 +64,25 @@ def test_models_that_stop_elsewhere_are_refused(mine: tuple[int, ...], zoo_folde
     with Lockstep(lead, others) as models, pytest.raises(ArchitectureError, match="same structure"):
         for _ in models:
             pass
+
+
+def test_a_second_layer_is_read_ahead_only_if_it_fits(
+    zoo_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def estimate() -> memory.MemoryEstimate:
+        with open_lockstep(
+            {"merged": Side(open_model("merged", zoo_folder("olmoe")))},
+            reference.batches(),
+            StreamSettings(offload="device", prefetch=True),
+            layers=(0, 1, 2),
+            need=Need("this", 0, []),
+            progress=Silent(),
+        ) as models:
+            assert [stops.lead.layer for stops in models] == [0, 1, 2]
+            return models.memory[0]
+
+    roomy = estimate()
+    assert roomy.ahead == roomy.layer > 0
+    free = (roomy.on_device - roomy.layer // 2) / memory.HEADROOM
+    monkeypatch.setattr(memory, "available_memory", lambda _: free)
+    assert estimate().ahead == 0

@@ -216,8 +216,7 @@ class ModelStream:
         unrun = [name for name in outside if name not in self._root]
         self.weights.require_finite_on_disk(unrun, background=self.device.type != "cpu")
         self.give_back()
-        if self.settings.prefetches:
-            self._read_ahead(0)
+        self._read_ahead(0)
         self._hooks.append(take_over_inputs(self.model.get_submodule(self.anatomy.layers[0])))
         for path in self.anatomy.layers:
             self._pause_before(Pause("layer", path))
@@ -308,13 +307,17 @@ class ModelStream:
             # Hidden states do not show NaN in an expert that receives no token.
             self.weights.require_finite(names)
             self._layer = layer
-            if self.settings.prefetches:
-                self._read_ahead(layer + 1)
+            self._read_ahead(layer + 1)
         if not first:
             self._progress.advance(1)
 
     def _read_ahead(self, layer: int) -> None:
-        """Start to read a layer, and let the system prefetch the one after it."""
+        """Start to read a layer, and let the system prefetch the one after it.
+
+        Without memory for a second layer on a GPU, let the system prefetch the layer itself.
+        """
+        if self.device.type == "cpu" and not self.settings.prefetches:
+            return
         layers = self.anatomy.layers
         last = len(layers) - 1
         if not self._to_the_end:
@@ -323,10 +326,13 @@ class ModelStream:
                 for number, path in enumerate(layers)
                 if any(point.startswith(path + ".") for point in self._points)
             )
-        if layer <= last:
-            self.weights.prefetch(layers[layer], self.weights.names_under(layers[layer]))
-        if layer < last:
-            self.weights.advise(self.weights.names_under(layers[layer + 1]))
+        later = layer
+        if self.settings.prefetches:
+            later = layer + 1
+            if layer <= last:
+                self.weights.prefetch(layers[layer], self.weights.names_under(layers[layer]))
+        if later <= last:
+            self.weights.advise(self.weights.names_under(layers[later]))
 
     def drop_layer(self) -> None:
         """Free the layer in memory, after all batches have passed it."""

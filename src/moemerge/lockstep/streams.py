@@ -168,13 +168,14 @@ M = TypeVar("M", bound=Streams)
 
 
 def open_streams(
-    build: Callable[[Offload], M],
+    build: Callable[[StreamSettings], M],
     need: Callable[[M], Need],
     settings: StreamSettings,
     settle: Callable[[], None] = lambda: None,
 ) -> M:
     """Build streams with their activations offloaded to the nearest place that is large enough.
 
+    If there is none, streams do not read the next layer before the current one is released.
     Refuses what fits nowhere. `settle` waits for work that holds memory for a while; it is called
     if the streams do not fit at once.
     """
@@ -183,8 +184,11 @@ def open_streams(
         kinds = (settings.offload,)
     elif settings.device.type == "cpu":
         kinds = [kind for kind in NEAREST_FIRST if kind != "cpu"]
-    for kind in kinds:
-        streams = build(kind)
+    choices = [replace(settings, offload=kind) for kind in kinds]
+    if settings.prefetches:
+        choices += [replace(choice, prefetch=False) for choice in choices]
+    for choice in choices:
+        streams = build(choice)
         try:
             needs = need(streams)
             if not fits(streams.memory, needs.extra):
@@ -194,9 +198,7 @@ def open_streams(
                 if disk:
                     require_space(Path(tempfile.gettempdir()), disk)
                 described = streams.memory[0].describe()
-                logger.debug(
-                    "%d model(s) in step, offload %s: %s", len(streams.memory), kind, described
-                )
+                logger.debug("%d model(s) in step: %s", len(streams.memory), described)
                 return streams
             error = _shortage(streams.memory, needs)
         except BaseException:
@@ -239,8 +241,7 @@ def open_lockstep(
 ) -> Lockstep:
     """Open models that stop at each router together; the first side leads. See `open_streams`."""
 
-    def build(offload: Offload) -> Lockstep:
-        chosen = replace(settings, offload=offload)
+    def build(chosen: StreamSettings) -> Lockstep:
         return _build(sides, batches, chosen, layers=layers, progress=progress)
 
     return open_streams(build, lambda _: need, settings, settle)

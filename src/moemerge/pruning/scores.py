@@ -156,12 +156,11 @@ def score_experts(
 ) -> ScoredExperts:
     """Score the experts of every layer with a router."""
 
-    def build(offload: Offload) -> OneStream:
-        chosen = replace(settings, offload=offload, gather=False)
+    def build(chosen: StreamSettings) -> OneStream:
         return OneStream(ModelStream(model.checkpoint, batches, chosen, progress=progress))
 
     need = Need("pruning", 0, ["lower `max_tokens` or `max_length`"])
-    opened = open_streams(build, lambda _: need, settings)
+    opened = open_streams(build, lambda _: need, replace(settings, gather=False))
     scores: dict[int, LayerScores] = {}
     with opened.stream as stream:
         hooks = {router.layer: _experts_of(model, stream, router) for router in routers}

@@ -98,9 +98,9 @@ class RefitRun:
         overlay: dict[str, Callable[[], Tensor]] = {}
         checkpoint = OverlaidCheckpoint(job.merged.checkpoint, overlay)
         with open_streams(
-            lambda offload: build_streams(job, checkpoint, offload, self.progress),
+            lambda settings: build_streams(job, checkpoint, settings, self.progress),
             partial(memory_need, job),
-            job.stream,
+            replace(job.stream, gather=False, readers=job.ranks),
             self.warm_up.wait,
         ) as streams:
             require_same_shapes(streams, job.sources, job.experts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -199,7 +199,7 @@ class RefitStreams:
 
 
 def build_streams(
-    job: RefitJob, merged: Checkpoint, offload: Offload, progress: Progress
+    job: RefitJob, merged: Checkpoint, settings: StreamSettings, progress: Progress
 ) -> RefitStreams:
     """Build skeletons of all models, with recorders.
 
@@ -207,7 +207,6 @@ def build_streams(
     """
     needs = Needs(job.ranks)
     stopwatch = Stopwatch(job.stream.device)
-    settings = replace(job.stream, offload=offload, gather=False, readers=job.ranks)
     runners: dict[str, Runner] = {}
     try:
         for name in ("", *job.sources):
