@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 import job
 from job import Row, Subject
 from moemerge.runtime.process import init_cuda_context
+from refit import Notes
 from synthetic import Shape
 
 
@@ -50,7 +52,6 @@ def calibrate(spec: dict[str, Any]) -> None:
     from moemerge.calibration.settings import CalibrationSettings
     from moemerge.config.faults import parse_settings
     from moemerge.runtime.process import limit_kernel_cache
-    from moemerge.runtime.progress import Silent
 
     limit_kernel_cache()
     request = CalibrationRequest(
@@ -63,8 +64,15 @@ def calibrate(spec: dict[str, Any]) -> None:
         write=spec["write"],
     )
     imported = time.time() - spec["begun"]
-    report = run_calibration(request, Silent())
-    content = {**report.to_json(), "imported": imported, "ended": time.time() - spec["begun"]}
+    notes = Notes(spec["begun"])
+    report = run_calibration(request, notes)
+    content = {
+        **report.to_json(),
+        "notes": notes.told,
+        "imported": imported,
+        "ended": time.time() - spec["begun"],
+        "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
     Path(spec["report"]).write_text(json.dumps(content))
 
 

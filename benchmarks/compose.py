@@ -52,7 +52,7 @@ def run_all(args: argparse.Namespace) -> None:
     texts = subject.texts(args, args.tokens)
     for mode in args.modes:
         experts = []
-        for name, words in synthetic.domains(subject.shape).items():
+        for name, words in synthetic.domains(subject.shape.vocabulary).items():
             numbers = words[: 2 * args.prompt_tokens]
             prompts = [" ".join(f"w{n}" for n in numbers[i::2]) for i in (0, 1)]
             text = {"data": texts[name]} if mode == "fit" else {"positive_prompts": prompts}

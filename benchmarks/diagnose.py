@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     model = args.work / f"{args.shape}-{shape.layers}"
     synthetic.make_model(model, shape, device)
     sources, data = {}, {}
-    for seed, (name, words) in enumerate(synthetic.domains(shape).items()):
+    for seed, (name, words) in enumerate(synthetic.domains(shape.vocabulary).items()):
         sources[name] = source_of(model, name, seed + 1)
         data[name] = args.work / f"{args.shape}-{name}-{args.tokens}-{args.row_tokens}.jsonl"
         synthetic.make_text(data[name], args.tokens // 2, args.row_tokens, words, seed)

@@ -80,7 +80,7 @@ class Subject:
     def texts(self, args: argparse.Namespace, tokens: int) -> dict[str, str]:
         """A file for each domain, `tokens` in all."""
         made = {}
-        for seed, (name, words) in enumerate(synthetic.domains(self.shape).items()):
+        for seed, (name, words) in enumerate(synthetic.domains(self.shape.vocabulary).items()):
             path = args.work / f"{self.name}-{name}-{tokens}-{args.row_tokens}.jsonl"
             synthetic.make_text(path, tokens // 2, args.row_tokens, words, seed)
             made[name] = str(path)
@@ -89,7 +89,7 @@ class Subject:
     def sources(self) -> dict[str, str]:
         """Models that differ from this one in their routers, one for each domain."""
         made = {}
-        for seed, name in enumerate(synthetic.domains(self.shape)):
+        for seed, name in enumerate(synthetic.domains(self.shape.vocabulary)):
             path = self.model.with_name(f"{self.model.name}-{name}")
             synthetic.make_source(path, self.model, seed + 1)
             made[name] = str(path)
@@ -122,12 +122,18 @@ class Subject:
         }
 
 
-def in_own_process(script: str, work: Path, spec: dict[str, Any]) -> dict[str, Any] | None:
-    """What the job of `script` writes to spec["report"]; None if it fails."""
+def in_own_process(
+    script: str, work: Path, spec: dict[str, Any], seconds: float | None = None
+) -> dict[str, Any] | None:
+    """What the job of `script` writes to spec["report"]; None if it fails or takes longer."""
     path, report = work / "spec.json", work / "report.json"
     path.write_text(json.dumps({**spec, "report": str(report), "begun": time.time()}))
     report.unlink(missing_ok=True)
-    if subprocess.run([sys.executable, script, "--child", str(path)], check=False).returncode != 0:
+    words = [sys.executable, script, "--child", str(path)]
+    try:
+        if subprocess.run(words, check=False, timeout=seconds).returncode != 0:
+            return None
+    except subprocess.TimeoutExpired:
         return None
     written: dict[str, Any] = json.loads(report.read_text())
     return written

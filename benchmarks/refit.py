@@ -60,9 +60,11 @@ class Notes(Silent):
 
     def __init__(self, begun: float) -> None:
         self.begun = begun
+        self.told: list[tuple[float, str]] = []
 
     def note(self, message: str) -> None:
-        print(f"{time.time() - self.begun:7.1f} s  {message}", flush=True)
+        self.told.append((round(time.time() - self.begun, 2), message))
+        print(f"{self.told[-1][0]:7.1f} s  {message}", flush=True)
 
 
 def refit(spec: dict[str, Any]) -> None:
@@ -90,9 +92,11 @@ def refit(spec: dict[str, Any]) -> None:
         write=spec["write"],
     )
     imported = time.time() - spec["begun"]
-    report = run_refit(request, Notes(spec["begun"]))
+    notes = Notes(spec["begun"])
+    report = run_refit(request, notes)
     content = {
         **report.to_json(),
+        "notes": notes.told,
         "imported": imported,
         "ended": time.time() - spec["begun"],
         "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -129,7 +133,7 @@ def add_noise(folder: Path, device: torch.device, file: Path, seed: int) -> None
 
 def noisy_sources(args: argparse.Namespace, subject: Subject) -> dict[str, str]:
     made = {}
-    for seed, name in enumerate(synthetic.domains(subject.shape)):
+    for seed, name in enumerate(synthetic.domains(subject.shape.vocabulary)):
         kind = "link" if args.link else "noise"
         path = subject.model.with_name(f"{subject.model.name}-{kind}-{name}")
         make_source(path, subject.model, seed + 1, subject.device, args.link)

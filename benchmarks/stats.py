@@ -118,7 +118,7 @@ def run_all(args: argparse.Namespace) -> None:
     subject = Subject.of(args)
     subject.leave_device()
     text = args.work / f"{args.shape}-{args.tokens}-{args.row_tokens}.jsonl"
-    words = synthetic.domains(subject.shape)["math"]
+    words = synthetic.domains(subject.shape.vocabulary)["math"]
     synthetic.make_text(text, args.tokens, args.row_tokens, words, 0)
     runs = [run_once(args, subject, text, kind) for kind in args.kinds]
     if args.json is not None:

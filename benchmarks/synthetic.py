@@ -147,7 +147,7 @@ def make_model(folder: Path, shape: Shape, device: torch.device) -> int:
         weights = {info.name: n for n, infos in zip(names, parts, strict=True) for info in infos}
         index = {"metadata": {}, "weight_map": weights}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        _tokenizer(shape.vocabulary, folder)
+        make_tokenizer(shape.vocabulary, folder)
         (folder / "config.json").write_text(json.dumps(shape.config))
     return sum((folder / name).stat().st_size for name in names)
 
@@ -168,13 +168,17 @@ def _write_shard(
         part = drawn[at : at + info.nbytes // 2]
         # Unit gain, so that hidden states keep their size from layer to layer.
         part.fill_(1.0) if len(info.shape) == 1 else part.mul_(info.shape[-1] ** -0.5)
-    host = host[:total].copy_(drawn.view(torch.uint8))
+    write_file(path, header, host[:total].copy_(drawn.view(torch.uint8)), pool)
+
+
+def write_file(path: Path, header: bytes, content: Tensor, pool: ThreadPoolExecutor) -> None:
+    """Write a safetensors file; `content` is bytes in host memory."""
     with open(path, "wb") as file:
         file.write(header)
         file.flush()
-        file.truncate(len(header) + total)
-        data = as_bytes(host)
-        blocks = range(0, total, BLOCK_BYTES)
+        data = as_bytes(content)
+        file.truncate(len(header) + len(data))
+        blocks = range(0, len(data), BLOCK_BYTES)
         list(pool.map(lambda at: _pwrite(file.fileno(), data, at, len(header)), blocks))
 
 
@@ -214,7 +218,7 @@ def make_source(folder: Path, merged: Path, seed: int) -> None:
 # --- text ---------------------------------------------------------------------------------------
 
 
-def _tokenizer(vocabulary: int, folder: Path) -> None:
+def make_tokenizer(vocabulary: int, folder: Path) -> None:
     """One token for each word `wN`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -238,10 +242,10 @@ def make_text(path: Path, tokens: int, row_tokens: int, words: range, seed: int)
             file.write(json.dumps({"text": " ".join(f"w{n}" for n in row)}) + "\n")
 
 
-def domains(shape: Shape) -> dict[str, range]:
+def domains(vocabulary: int) -> dict[str, range]:
     """Each domain's words: half of the vocabulary."""
-    middle = shape.vocabulary // 2
-    return {"math": range(len(SPECIAL), middle), "code": range(middle, shape.vocabulary)}
+    middle = vocabulary // 2
+    return {"math": range(len(SPECIAL), middle), "code": range(middle, vocabulary)}
 
 
 # --- floors -------------------------------------------------------------------------------------
@@ -271,11 +275,11 @@ def read_rate(folder: Path, nbytes: int = 4 * 10**9) -> float:
     return total / (time.perf_counter() - begin)
 
 
-def matrix_rate(device: torch.device) -> float:
-    """FLOP per second of a large bf16 product on random data."""
+def matrix_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
+    """FLOP per second of a large product on random data."""
     size = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    b = torch.randn(size, size, device=device, dtype=dtype)
     return 2 * size**3 / _seconds(lambda: a @ b, device)
 
 
