@@ -76,7 +76,12 @@ def _calibrate(spec: dict[str, Any]) -> dict[str, Any]:
         write=False,
     )
     report = run_calibration(request, Silent())
-    return {"seconds": report.seconds, "timings": report.timings.to_json()}
+    return {
+        "seconds": report.seconds,
+        "timings": report.timings.to_json(),
+        "bytes_read": dict(report.bytes_read or {}),  # of all ranks
+        "kl": [value for row in report.layers for value in row["kl_after"].values()],
+    }
 
 
 def _collect(spec: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +134,8 @@ def run_all(args: argparse.Namespace) -> None:
             load = os.getloadavg()[0]
             times = f"{own[-1]['seconds']:.2f} s, {own[-1]['processor']:.2f} of the processor"
             print(f"{turn}: {ranks} ranks: {times}, load {load:.1f}", flush=True)
+            if "kl" in own[-1]:
+                print(f"   read {own[-1]['bytes_read']}, KL {_off(runs[1][0], own[-1]):.1e} apart")
     gains = {name: _gains(runs[1], runs[args.ranks], name) for name in ("seconds", "processor")}
     for name, values in gains.items():
         spread = f"{min(values):.2f} to {max(values):.2f}, {args.repeats} pairs of runs in turns"
@@ -136,6 +143,12 @@ def run_all(args: argparse.Namespace) -> None:
     if args.json is not None:
         content = {**subject.to_json(), "tokens": args.tokens, "runs": runs, "speed_up": gains}
         args.json.write_text(json.dumps(content, indent=2))
+
+
+def _off(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest relative difference between the routing divergences of two results."""
+    pairs = zip(one["kl"], other["kl"], strict=True)
+    return float(max(abs(b / a - 1) for a, b in pairs))
 
 
 def _gains(one: list[dict[str, Any]], several: list[dict[str, Any]], name: str) -> list[float]:

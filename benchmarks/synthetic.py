@@ -275,9 +275,10 @@ def read_rate(folder: Path, nbytes: int = 4 * 10**9) -> float:
     return total / (time.perf_counter() - begin)
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
-    """FLOP per second of a large product on random data."""
+def matrix_rate(device: torch.device, dtype: torch.dtype | None = None) -> float:
+    """FLOP per second of a large product on random data, in the dtype that jobs compute in."""
     size = 8192 if device.type == "cuda" else 1024
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     a = torch.randn(size, size, device=device, dtype=dtype)
     b = torch.randn(size, size, device=device, dtype=dtype)
     return 2 * size**3 / _seconds(lambda: a @ b, device)
