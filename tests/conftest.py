@@ -26,6 +26,11 @@ from moemerge.architectures import families  # noqa: E402
 from moemerge.merging import METHODS, WRAPPERS  # noqa: E402
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _imports_are_no_garbage() -> None:
     gc.freeze()

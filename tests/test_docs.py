@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -126,3 +128,35 @@ def test_families_that_cannot_be_calibrated_are_named() -> None:
     page = (ROOT / "docs" / "calibration.md").read_text(encoding="utf-8")
     refused = [row["family"] for row in list_architectures() if row["calibration"] != "yes"]
     assert [family for family in refused if f"`{family}`" not in page] == []
+
+
+def script(name: str) -> ModuleType:
+    """Import a script of docs/."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_tables_and_figure_are_up_to_date() -> None:
+    changed = script("generate").outdated()
+    assert [path.relative_to(ROOT).as_posix() for path in changed] == []
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    path = ROOT / "examples" / "quickstart.ipynb"
+    assert path.stat().st_size < 200_000
+    text = path.read_text(encoding="utf-8")
+    for rows, fewer in {"0, 64": "0, 12", "0, 32": "0, 6", "900, 1000": "900, 906"}.items():
+        assert text.count(rows) == 1
+        text = text.replace(rows, fewer)
+    short = tmp_path / path.name
+    short.write_text(text, encoding="utf-8")
+    notebook = script("notebook").run_cells(short, tmp_path)
+    last = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"][-1]
+    printed = "".join(last["outputs"][0]["text"])
+    assert all(name in printed for name in ("model", "calibrated", "refitted"))
+    assert (tmp_path / "refitted" / "model.safetensors").exists()

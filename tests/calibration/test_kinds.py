@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import moemerge
+import quantised_zoo as qz
 import zoo
 from calibration import cases, dense
 from moemerge.checkpoint import Checkpoint
+from moemerge.errors import CheckpointError
 from moemerge.features.router_stream import RouterStream
 from moemerge.text.batches import make_batches
 from moemerge.text.domains import Domain
@@ -258,3 +260,104 @@ def test_a_lora_on_another_fine_tune(case_of: Any, tmp_path: Path) -> None:
     assert sum(last["drift_after"].values()) < sum(last["drift_before"].values())
     zoo.assert_loads(tmp_path / "calibrated")
     zoo.assert_loads(tmp_path / "refitted")
+
+
+GPU_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cpu": {"offload": "cpu"},
+    "disk": {"offload": "disk"},
+    "sources": {"targets": "source-features", "holdout": 0.2},
+    "exact": {"objective": "exact"},
+    "kronecker": {"preconditioner": "kronecker"},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", GPU_SETTINGS.values(), ids=GPU_SETTINGS)
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "gpt_oss", "jetmoe"])
+def test_the_device_does_not_matter(
+    family: str, settings: dict[str, Any], case_of: CaseOf, tmp_path: Path
+) -> None:
+    case = case_of(family)
+    near, tight = (2e-2, {}) if "objective" in settings else (1e-4, {"rtol": 1e-9})
+    cpu = case.calibrate(tmp_path / "cpu", device="cpu", **settings, **tight)
+    gpu = case.calibrate(tmp_path / "gpu", device="cuda", **settings, **tight)
+    before, one, two = (zoo.tensors(p) for p in (case.merged, tmp_path / "cpu", tmp_path / "gpu"))
+    assert cases.changed_tensors(case.merged, tmp_path / "gpu")
+    for a, b in zip(cpu.layers, gpu.layers, strict=True):
+        assert b["status"] == "converged"
+        for name in case.sources:
+            assert b["kl_after"][name] == pytest.approx(a["kl_after"][name], rel=2e-2)
+        move = (one[a["router"]] - before[a["router"]]).norm()
+        assert (one[a["router"]] - two[a["router"]]).norm() <= near * move
+
+
+@pytest.mark.gpu
+def test_a_bfloat16_checkpoint_runs_in_bfloat16(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe", dtype=torch.bfloat16)
+    report = case.calibrate(tmp_path / "out", device="cuda")
+    assert report.dtype == "bfloat16"
+    for row in report.layers:
+        assert row["status"] == "converged"
+        assert sum(row["kl_after"].values()) < sum(row["kl_before"].values())
+
+
+@pytest.mark.parametrize("kind", ["deepseek fp8", "gpt-oss mxfp4", "kimi int4", "llama4 fp8 a row"])
+def test_only_the_routers_change(case_of: Any, tmp_path: Path, kind: str) -> None:
+    form = qz.KINDS[kind]
+    case = case_of(form.family, dtype=torch.bfloat16, **form.sizes)
+    merged = form.publish(case.merged, tmp_path / "quantised", shards=2)
+    plain = qz.plain_copy(merged, tmp_path / "plain")
+    sources = {"math": form.publish(case.sources["math"], tmp_path / "math")}
+    sources = {**case.sources, **sources}
+    for folder, out in ((merged, "out"), (plain, "out-plain")):
+        cases.Case(folder, sources, case.data).calibrate(
+            tmp_path / out, targets="source-features", objective="exact"
+        )
+    before, after = zoo.tensors(merged), zoo.tensors(tmp_path / "out")
+    changed = {name for name in before if not equal(before[name], after[name])}
+    assert changed
+    assert all(
+        name.endswith((".gate.weight", ".router.weight", ".router.bias")) for name in changed
+    )
+    expected = zoo.tensors(tmp_path / "out-plain")
+    assert all(torch.equal(after[name], expected[name]) for name in changed)
+    assert zoo.read_config(tmp_path / "out") == zoo.read_config(merged)
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_routers_that_are_quantised_themselves(case_of: Any, tmp_path: Path) -> None:
+    case = case_of("olmoe", dtype=torch.bfloat16)
+    merged = qz.convert(
+        case.merged,
+        tmp_path / "quantised",
+        qz.fp8_config(8, 8),
+        qz.block_fp8(8, 8),
+        lambda name, tensor: name.endswith("gate.weight"),
+    )
+    broken = cases.Case(merged, case.sources, case.data)
+    with pytest.raises(CheckpointError, match="stored as float8_e4m3fn in 8 x 8 blocks"):
+        broken.calibrate(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    shutil.rmtree(merged)
+
+
+def test_the_original_as_the_only_source(case_of: Any, tmp_path: Path) -> None:
+    """Its router is the quantised model's own: only its routing on its own features repairs."""
+    case = case_of("olmoe", dtype=torch.bfloat16)
+    original = case.merged
+    quantised = qz.KINDS["fp8 a tensor"].publish(original, tmp_path / "quantised")
+    one = cases.Case(quantised, {"math": original}, {"math": case.data["math"]})
+    report = one.calibrate(tmp_path / "out", holdout=0.0)
+    assert report.settings["targets"] == "source-features"
+    assert any("all sources have the same routers" in notice for notice in report.notices)
+    assert "targets: source-features" in (tmp_path / "out" / "moemerge_config.yml").read_text()
+    totals = report.totals
+    assert totals["kl_after"]["math"] < totals["kl_before"]["math"]
+    kept = one.calibrate(tmp_path / "kept", holdout=0.0, targets="merged-features")
+    assert any("would repair their routing" in notice for notice in kept.notices)
+    before, after = zoo.tensors(quantised), zoo.tensors(tmp_path / "kept")
+    assert all(equal(before[name], after[name]) for name in before)

@@ -65,13 +65,6 @@ def test_squares_of_sequences_of_unlike_length(
     torch.testing.assert_close(total, per_sequence(delta, x, counts), rtol=1e-5, atol=1e-5)
 
 
-def test_it_is_not_the_square_of_the_sum() -> None:
-    delta = torch.tensor([[[1.0]], [[-1.0]]])
-    total = maths.new_total((1, 1), torch.device("cpu"))
-    maths.add_squares(total, delta, torch.ones(2, 1, 1))
-    assert float(total) == 2.0
-
-
 CHOSEN = torch.tensor([[0, 2], [2, 1], [5, 0], [2, 5]])  # of 4 experts: 5 is nobody
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from moemerge.config.models import ModelRef
 from moemerge.errors import ConfigError
-from moemerge.experiments.settings import TunedSource
 from moemerge.experiments.study_file import load_study, overlaid, parse_overrides
 
 STUDY = """
@@ -38,16 +37,6 @@ def test_what_a_study_says():
     assert config.evaluate.settings.samples == 4
     assert config.diagnose is None
     assert config.keep == "results"
-
-
-def test_a_preset_still_knows_what_was_given():
-    text = STUDY.replace(
-        "math: ./math", "math: {tune: {preset: paper, epochs: 1.0, data: a.jsonl}}"
-    )
-    source = load_study(text).config.sources["math"]
-    assert isinstance(source, TunedSource)
-    resolved = source.tune.settings.resolved()
-    assert (resolved.epochs, resolved.max_length, resolved.packing) == (1.0, 4096, True)
 
 
 def test_all_faults_come_at_once_with_their_lines():

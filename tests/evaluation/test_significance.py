@@ -149,12 +149,6 @@ def test_averages_weigh_domains_alike():
     assert rows["y"].pairs[0].p == 1
 
 
-def test_equal_models_do_not_differ_and_one_problem_has_no_error():
-    row = compare_models([scores_of([1], [1])], ["a", "b"], draws=50, seed=0)[0]
-    assert row.scores["a"].error is None
-    assert row.pairs[0].p == 1
-
-
 def test_the_seed_decides():
     rng = np.random.default_rng(3)
     task = scores_of(*rng.random((2, 30)))

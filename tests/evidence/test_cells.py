@@ -93,14 +93,6 @@ def test_every_merge_config_is_valid():
     assert weights == [0.4, 0.6]
 
 
-def test_tables_about_methods_have_all_that_suit_the_number_of_models():
-    request = TableRequest(("methods", "methods-three"), Path("x"), seeds=(0,))
-    two, three = ({row.group for row in table.rows} for table in plan_tables(request))
-    assert {EVERY[m].title for m in EVERY if EVERY[m].fewest == 2} <= two
-    assert EVERY["lore"].title in three - two
-    assert EVERY["nuslerp"].title in two - three
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

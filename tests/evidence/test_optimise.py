@@ -121,7 +121,6 @@ def test_a_plan_keeps_the_shares(pool):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_recorded_step_trains_as_an_ordinary_one(pool):
     steps = 30
     rows = plan(pool, specialist_mixture("chat"), steps=steps, batch=32, seed=0)

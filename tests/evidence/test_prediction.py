@@ -1,4 +1,4 @@
-"""What diagnose expects of a repair is what recorded merges say."""
+"""What diagnose expects of a repair, and losses on natural text, from recorded merges."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from evidence import swaps
+from evidence.natural_table import Sums, difference, repaired_models
 from evidence.prediction import FITTED_SEEDS, Merge, bands, expected, merges
 from evidence.prediction import tested as on_other_seeds
 from moemerge.diagnosis.advice import (
     CALIBRATION,
     REFIT,
     SHORTFALL,
-    Expected,
     expected_by_swaps,
     expected_of_calibration,
 )
@@ -53,13 +53,36 @@ def test_a_band_has_its_lower_edge(kl: float, band: float) -> None:
     assert expected_of_calibration(kl) is CALIBRATION[band]
 
 
-def test_an_expectation_reads_as_percentages() -> None:
-    assert str(Expected(0.04, -0.02, 0.11)) == "4% (-2% to 11%)"
-
-
 def test_swaps_predict_merges_of_more_specialists() -> None:
     found = swaps.read(CELLS.with_name("swaps.jsonl"))
     assert str(swaps.shortfall(found)) == str(SHORTFALL)
     others = [one for one in found if one.sources == 3 and one.won_back >= WORTH]
     assert all(abs(expected_by_swaps(one.won_back).share - one.closed) < 0.1 for one in others)
     assert max(one.closed for one in found if one.won_back < WORTH) < 0.01
+
+
+PLAIN: Sums = {"a": (30.0, 10, 4), "b": (80.0, 20, 5)}
+REPAIRED: Sums = {"a": (28.0, 10, 4), "b": (72.0, 20, 6)}
+SPECIALIST: Sums = {"a": (20.0, 10, 4), "b": (70.0, 20, 6)}
+
+
+def test_difference_is_clustered_by_package() -> None:
+    mean, error = difference(REPAIRED, PLAIN)
+    assert mean == pytest.approx(-10 / 30)
+    # The residuals of the two packages are -2 + 10/3 and -8 + 20/3.
+    assert error == pytest.approx(math.sqrt(2 * 2 * (4 / 3) ** 2) / 30)
+
+
+def test_closed_is_the_share_of_the_gap_to_the_specialists() -> None:
+    def line(model: str, sums: Sums) -> dict[str, object]:
+        domains = dict.fromkeys(("python", "js", "prose", "general", "math"), sums)
+        return {"model": model, "seconds": None, "domains": domains}
+
+    specialists = [line(name, SPECIALIST) for name in ("python", "js", "prose")]
+    found = repaired_models([*specialists, line("linear", PLAIN), line("linear+refit", REPAIRED)])
+    merged, repaired = found
+    assert merged.closed == 0.0
+    assert repaired.closed == pytest.approx(0.5)  # the gap is 20 of 30 tokens, and 10 are won back
+    assert repaired.loss == pytest.approx(100 / 30)
+    _, error = difference(REPAIRED, PLAIN)
+    assert repaired.error == pytest.approx(error / math.sqrt(3) / (20 / 30))

@@ -11,7 +11,7 @@ import pytest
 
 from evidence.cells import Scale, SetKey
 from evidence.experiments import EXPERIMENTS, Scope
-from evidence.seed_tables import BY_SEEDS, comparison_table, main_table, verdicts
+from evidence.seed_tables import BY_SEEDS
 from moemerge.experiments.cells import CellJournal
 from moemerge.experiments.report import markdown, write_report
 from moemerge.experiments.summary import pack, summarise
@@ -84,31 +84,6 @@ def test_means_errors_and_differences(journal):
     assert harc.against_first.problems.p == pytest.approx(2 / 2**8)
     assert harc.kl_layers["math"] == pytest.approx([0.0, 0.02, 0.04])
     assert summary.row("WUDI", AS_MERGED).against_first is None
-
-
-def test_the_table_says_what_was_found(journal):
-    summary = summary_of(journal, "two-model")
-    rows = {row[:2]: row for row in main_table(summary).rows}
-    assert rows["WUDI", HARC][2:7] == ("2", "65.0", "65.0", "65.0 ± 5.0", "+20.0 ± 0.0")
-    compared = comparison_table(summary)
-    assert ("WUDI", "source targets − HARC") in {row[:2] for row in compared.rows}
-    said = "\n".join(verdicts(summary))
-    assert "HARC lowers the mismatch for 2 of 2 methods." in said
-    assert "HARC against the plain merge: higher accuracy for 2 of 2 methods" in said
-    assert "Source targets against HARC: higher accuracy for 2 of 2" in said
-    assert "+15.0 points" in said
-
-
-def test_a_domain_that_nobody_calibrated_stands_beside_the_mean(journal):
-    summary = summary_of(journal, "two-model")
-    assert summary.row("WUDI", HARC).untouched["chat"].value == pytest.approx(0.8)
-    table = main_table(summary)
-    assert table.headings[-1] == "chat, untouched"
-    rows = {row[:2]: row for row in table.rows}
-    assert rows["WUDI", HARC][-1] == "80.0 ± 0.0"
-    # Each specialist runs on its own domain: there is no one model to ask.
-    assert rows["reference", "specialists"][-1] == ""
-    assert "chat, untouched" not in main_table(summary_of(journal, "three-model")).headings
 
 
 def test_an_unfinished_table_is_shown_as_far_as_it_is(journal):

@@ -334,11 +334,6 @@ def test_the_papers_studies_can_be_planned(file, tmp_path, monkeypatch):
     assert expected.peak_bytes is not None
 
 
-def test_small_studies_are_the_papers() -> None:
-    large, small = ({p.name for p in PAPER if (p.parent.name == "small") == own} for own in (0, 1))
-    assert small == large - {"table6.yml"} | {"study.yml"}
-
-
 @pytest.mark.parametrize(
     "file", [p for p in PAPER if p.parent.name == "small"], ids=lambda p: p.stem
 )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from moemerge.experiments.cells import CellJournal
+import pytest
+
+from moemerge.errors import DataError
+from moemerge.experiments.cells import CELLS, CellJournal
 from moemerge.experiments.report import comparison_table, legend, main_table, markdown, verdicts
 from moemerge.experiments.summary import Summary, packed, summarise
-from moemerge.experiments.tables import REFERENCE, Row, TableForm
+from moemerge.experiments.tables import REFERENCE, Row, TableForm, TextTable
 from moemerge.experiments.tree import StudySet
 
 CONTROL = "routers averaged"
@@ -98,3 +104,105 @@ def test_differences_are_from_the_control_and_no_column_is_empty(tmp_path):
     plain = summary_of(tmp_path / "plain", {("TIES", "as merged"): 9, ("TIES", "a"): 8}, control="")
     assert "the first row of the same merge" in legend([plain])
     assert [row[3] for row in main_table(plain).rows] == ["", "-1.2"]
+
+
+TABLE = TextTable(
+    ("merge", "variant", "Δ"), (("A_1", "x, y", "1 ± 2"), ("A_1", "z", ""), ("B", "α", "<4"))
+)
+
+
+def test_latex_escapes_and_groups():
+    assert TABLE.latex().splitlines() == [
+        r"\begin{tabular}{llr}",
+        r"\toprule",
+        r"merge & variant & $\Delta$ \\",
+        r"\midrule",
+        r"A\_1 & x, y & 1 $\pm$ 2 \\",
+        r" & z &  \\",
+        r"\midrule",
+        r"B & $\alpha$ & $<$4 \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+def test_a_name_that_looks_like_a_formula_is_text_to_a_spreadsheet() -> None:
+    table = TextTable(("merge", "score"), (("=1+1", "-3.5"), ("@x", "+2.0"), ("-x", "-.5")), left=1)
+    assert table.csv().splitlines() == ["merge,score", "'=1+1,-3.5", "'@x,+2.0", "'-x,-.5"]
+
+
+def test_a_minus_is_a_minus_in_latex():
+    table = TextTable(("m", "v", "Δ"), (("a-1", "b", "-1.2 to -0.1"), ("a", "b", "2e-04")))
+    assert r"a-1 & b & $-$1.2 to $-$0.1 \\" in table.latex()
+    assert r"a & b & 2e-04 \\" in table.latex()
+
+
+def test_bars_in_names_do_not_end_a_cell():
+    table = TextTable(("m", "v", "x"), (("a|b", "c", "1"),))
+    assert table.markdown().splitlines()[2] == r"| a\|b | c | 1 |"
+
+
+def test_csv_has_one_number_a_cell_and_quotes_what_needs_it():
+    headings = ("merge", "variant", "mean", "95 %", "p", "won : lost")
+    rows = (
+        ("A", "x, y", "1.5 ± 2.0", "-1.0 to +3.0", "< 1e-20", "3 : 4"),
+        ("A", "z", "2.0", "", "", ""),
+    )
+    assert TextTable(headings, rows).csv().splitlines() == [
+        'merge,variant,mean,"mean, ±","95 %, from","95 %, to",p,won,lost',
+        'A,"x, y",1.5,2.0,-1.0,+3.0,1e-20,3,4',
+        "A,z,2.0,,,,,,",
+    ]
+
+
+SCALE = {"problems": 3}
+
+
+@dataclass(frozen=True)
+class OneSet:
+    seed: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"seed": self.seed}
+
+
+@dataclass(frozen=True)
+class OneCell:
+    name: str
+
+
+def journal(folder: Path) -> CellJournal:
+    return CellJournal(folder, SCALE)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    one = journal(tmp_path)
+    for seed, name in ((0, "linear"), (0, "a line\u2028and another"), (1, "linear")):
+        one.add(OneSet(seed), OneCell(name), {"score": 0.1 + seed})  # type: ignore[arg-type]
+    return tmp_path
+
+
+def score(folder: Path, seed: int, name: str = "linear") -> Any:
+    entry = journal(folder).get(OneSet(seed), OneCell(name))  # type: ignore[arg-type]
+    return None if entry is None else entry["score"]
+
+
+def test_cells_are_read_again(written: Path) -> None:
+    assert score(written, 0) == 0.1
+    assert score(written, 1) == 1.1
+    assert score(written, 0, "a line\u2028and another") == 0.1
+    assert CellJournal(written, {"problems": 4}).get(OneSet(0), OneCell("linear")) is None  # type: ignore[arg-type]
+
+
+def test_lines_without_a_digest_are_taken_as_they_are(tmp_path: Path) -> None:
+    line = {"set": {"seed": 0}, "cell": "linear", "scale": SCALE, "score": 0.5}
+    (tmp_path / CELLS).write_text(json.dumps(line) + "\n")
+    assert score(tmp_path, 0) == 0.5
+
+
+@pytest.mark.parametrize("line", ["[1]", "{}", '{"set": 1, "cell": "a", "scale": {}}'])
+def test_a_line_that_is_no_cell(tmp_path: Path, line: str) -> None:
+    (tmp_path / CELLS).write_text(line + "\n")
+    with pytest.raises(DataError, match="line 1"):
+        journal(tmp_path)

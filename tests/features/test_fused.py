@@ -21,7 +21,6 @@ from moemerge.features.settings import StreamSettings
 Folder = Callable[..., Path]
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def norms(folder: Path) -> Iterator[Any]:
@@ -116,7 +115,6 @@ def test_experts_in_their_stored_dtype_compute_the_same(
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("weights", [torch.float32, BF16])
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "d", "w"), [
     (1, 1, 2, 64, 16), (37, 4, 8, 96, 48), (1000, 8, 64, 512, 256), (513, 2, 128, 2048, 768),
@@ -146,7 +144,6 @@ def test_fused_experts_are_the_plain_ones(
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
 def test_bfloat16_features_are_as_near_as_the_whole_models(family: str, zoo_folder: Folder) -> None:
     folder = zoo_folder(family, dtype=BF16)

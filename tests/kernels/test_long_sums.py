@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from moemerge.kernels import long_sums
+from moemerge.kernels import availability, long_sums
 from moemerge.kernels.long_sums import COLUMNS, SHORT, add_gram, add_product
-from moemerge.kernels.splitting import split
+from moemerge.kernels.splitting import representable, split
 
 
 def draw(tokens: int, width: int, seed: int) -> Tensor:
@@ -62,7 +67,6 @@ def test_terms_are_eight_bits_each() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 100, 5000])
 def test_a_gpu_makes_the_same_terms(width: int, dtype: torch.dtype) -> None:
@@ -82,7 +86,6 @@ def test_a_gpu_makes_the_same_terms(width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 7), (64, 300, 1000), (2, 0, 4), (0, 4, 4)])
 def test_a_gpu_adds_up_in_float64(shape: tuple[int, int, int]) -> None:
     from moemerge.kernels.triton_sums import add_up
@@ -99,5 +102,53 @@ def test_a_gpu_adds_up_in_float64(shape: tuple[int, int, int]) -> None:
     assert bool((wider[:, [0, 1, -1]] == 1.0).all())
 
 
-def test_a_cpu_has_no_use_for_them() -> None:
-    assert not long_sums.serves(torch.ones(100_000, 2, dtype=torch.bfloat16))
+@pytest.mark.parametrize(("terms", "bits"), [(1, 8), (2, 16), (3, 24)])
+def test_each_term_adds_eight_bits(terms: int, bits: int) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(500, dtype=torch.float64) * torch.logspace(-20, 20, 500)
+    parts = split(values, terms)
+    assert parts.shape == (terms, 500)
+    assert parts.dtype is torch.bfloat16
+    error = (parts.double().sum(0) - values).abs() / values.abs()
+    assert float(error.max()) <= 2.0**-bits
+    assert torch.equal(representable(values, terms), parts.double().sum(0))
+
+
+def test_three_terms_hold_a_float32_whole() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(1000)
+    assert torch.equal(split(values, 3).double().sum(0).float(), values)
+
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _untried() -> Iterator[None]:
+    availability._tried.cache_clear()
+    yield
+    availability._tried.cache_clear()
+
+
+def test_a_triton_that_cannot_compile_is_left_out_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(
+        "raise RuntimeError('Failed to find C compiler. Please specify via CC')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("triton", "moemerge.kernels.experts"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert not availability.triton_works(CUDA)
+        assert not availability.triton_works(CUDA)
+    assert [record.message for record in caplog.records] == [
+        "Triton cannot compile here; plain torch is used, which is slower "
+        "(RuntimeError: Failed to find C compiler. Please specify via CC)"
+    ]
+
+
+@pytest.mark.gpu
+def test_it_works_on_a_gpu() -> None:
+    assert availability.triton_works(CUDA)

@@ -1,3 +1,5 @@
+"""Linear operators and conjugate gradients."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import NumericalError
-from moemerge.linalg import Diagonal, LinearOperator, Resting, Status, cg
+from moemerge.linalg import Diagonal, Identity, LinearOperator, Resting, Status, cg
 from moemerge.linalg.cg import COARSE_STEPS, Ending
 
 SHAPE = (5, 8)
@@ -248,3 +250,23 @@ def test_an_unfinished_solve_is_kept_by_its_energy() -> None:
     assert kept.true_residual == pytest.approx(true_residual(matrix, kept.solution, b))
     assert left.true_residual <= 1.0 < kept.true_residual
     assert energy(kept.solution) < energy(left.solution) <= 0.0
+
+
+CPU = torch.device("cpu")
+
+
+def test_identity_is_the_identity_matrix() -> None:
+    operator = Identity((2, 3), CPU)
+    assert torch.equal(operator.as_matrix(), torch.eye(6, dtype=torch.float64))
+    assert torch.equal(operator.diagonal(), torch.ones(2, 3, dtype=torch.float64))
+
+
+def test_diagonal_matrix_is_row_major() -> None:
+    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    assert torch.equal(Diagonal(values).as_matrix(), torch.diag(torch.arange(1.0, 7.0)).double())
+
+
+def test_diagonal_inverse_leaves_empty_entries_alone() -> None:
+    inverse = Diagonal(torch.tensor([[4.0, 0.0], [0.5, 1e-30]])).inverse()
+    expected = torch.tensor([[0.25, 1.0], [2.0, 1e30]], dtype=torch.float64)
+    torch.testing.assert_close(inverse.diagonal(), expected, rtol=1e-6, atol=0.0)

@@ -375,3 +375,27 @@ def test_the_command(base: Path, data: dict[str, Path], tmp_path: Path) -> None:
     words = ["diagnose", str(out), "--source", f"text={base}", "--data", f"text={data['text']}"]
     result = CliRunner().invoke(app, [*words, "--experts", f"text={plain}", "--device", "cpu"])
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("repair", ["calibrate", "refit"])
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss", "deepseek_v3"])
+def test_a_gpu_prunes_and_repairs_alike(
+    family: str, repair: str, zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = shutil.copytree(zoo_folder(family), tmp_path / "base")
+    zoo.tiny_tokenizer(base)
+    options: dict[str, Any] = {
+        "data": {"text": cases.write_text(tmp_path / "t.jsonl", seed=1, rows=40)},
+        "repair": repair,
+        "measure": False,
+    }
+    reports = {
+        device: moemerge.prune(base, tmp_path / device, device=device, **options)
+        for device in ("cpu", "cuda")
+    }
+    assert reports["cpu"].pruning.kept == reports["cuda"].pruning.kept
+    one, two = zoo.tensors(tmp_path / "cpu"), zoo.tensors(tmp_path / "cuda")
+    for name, tensor in one.items():
+        gap = (tensor.double() - two[name].double()).norm()
+        assert gap <= 2e-2 * tensor.double().norm() + 1e-6, name

@@ -125,7 +125,6 @@ def test_a_system_without_threads_is_no_reason_to_fail(monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("bias", [False, True])
 def test_on_a_gpu_a_solve_compiles_nothing_more(bias: bool) -> None:
     knobs = pytest.importorskip("triton.knobs")

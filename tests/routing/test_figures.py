@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.errors import DataError
-from moemerge.report.words import FigureWords
 from moemerge.routing import Measured, figures, measure_routers
 from moemerge.routing.figures import (
     FIGURES,
@@ -211,16 +210,6 @@ def test_a_total_is_the_mean_over_routers_or_the_sum_or_what_was_measured() -> N
     assert "load" not in total
 
 
-def test_every_figure_has_words() -> None:
-    for name, figure in FIGURES.items():
-        assert figure.name == name
-        assert figure.heading
-        assert figure.meaning[0].islower() or figure.meaning[0] in "KΣ‖"
-        assert not figure.meaning.endswith(".")
-        assert not figure.out_of or figure.out_of in FIGURES
-        assert FigureWords.from_json(figure.to_json()).text({name: None}) == "–"
-
-
 # --- a calibration's measurement ----------------------------------------------------------------
 
 
@@ -243,18 +232,6 @@ def test_divergence_and_its_quadratic_model_equal_their_definition(gate: Gate) -
     assert result.kl == pytest.approx(exact)
     assert result.quadratic == pytest.approx(second)
     assert result.quadratic == pytest.approx(result.kl, rel=0.1)
-
-
-def test_selection_biases_count_on_their_own_side() -> None:
-    gate = Gate(Score.SIGMOID, 1, True, BiasPlace.SCORES)
-    (domain,) = make_domains(1, experts=3)
-    away = torch.tensor([0.0, 0.0, 5.0])
-    (same,) = measure_routers(gate, domain, [domain.router], bias=away, target_bias=away)
-    assert same.mismatch == 0
-    none = torch.zeros(3)
-    (differ,) = measure_routers(gate, domain, [domain.router], bias=away, target_bias=none)
-    assert differ.mismatch > 0.5
-    assert differ.kl == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("source_targets", [False, True])

@@ -21,10 +21,7 @@ from moemerge.routing.products import FusedFeatures, features_of
 from moemerge.routing.solve import build_operator, solve_system
 from routing.problems import GATES, make_domains
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SOFTMAX = GATES["softmax"]
 
 

@@ -8,21 +8,16 @@ from torch import Tensor
 
 from moemerge.architectures.rules import Gate
 from moemerge.linalg import Ending, cg
-from moemerge.routing import preconditioners
 from moemerge.routing.curvature import Curvature, DomainFeatures
 from moemerge.routing.inverses import cholesky
 from moemerge.routing.preconditioners import (
-    INVERSE_COST,
     KRONECKER_DAMPING,
     NEWTON_STEPS,
     Preconditioner,
-    attempts,
     build,
     choose,
     costs,
-    direction_count,
     matrix_bytes,
-    steps_to_build,
 )
 from routing.problems import (
     GATES,
@@ -200,18 +195,6 @@ def test_auto_takes_what_the_shape_makes_cheapest() -> None:
     assert Preconditioner.BLOCK not in costs((256, 7168), 10_000, torch.float32)  # would not fit
 
 
-def test_autos_first_attempt_for_wide_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kronecker and four directions; for sure routers many directions at once."""
-    monkeypatch.setattr(preconditioners, "choose", lambda *_: Preconditioner.KRONECKER)
-    kinds = []
-    for scale in (0.01, 30.0):
-        domains = make_domains(2, experts=8, width=12, tokens=400)
-        scaled = [replace(domain, router=scale * domain.router) for domain in domains]
-        kinds.append(next(attempts(operator_of(scaled), Preconditioner.AUTO)).built.kind)
-    assert kinds == [Preconditioner.KRONECKER, Preconditioner.TWO_LEVEL]
-    assert preconditioners.FEW_DIRECTIONS == 4
-
-
 def test_auto_takes_blocks_for_newton_systems_of_narrow_models() -> None:
     def taken(experts: int, width: int, tokens: int) -> Preconditioner:
         return choose((experts, width), tokens, torch.float32, NEWTON_STEPS)
@@ -221,34 +204,6 @@ def test_auto_takes_blocks_for_newton_systems_of_narrow_models() -> None:
     assert taken(64, 512, 8_000) is Preconditioner.KRONECKER
     assert taken(64, 2048, 1 << 20) is Preconditioner.KRONECKER
     assert taken(64, 2048, 4_000) is Preconditioner.TWO_LEVEL  # too few tokens for one Gram matrix
-
-
-@pytest.mark.parametrize(
-    ("shape", "couples", "count"),
-    [
-        ((64, 2048), True, 32),
-        ((128, 2048), True, 24),
-        ((8, 64), True, 16),
-        ((8, 8192), True, 64),
-        ((512, 2048), True, 8),
-        ((64, 2048), False, 64),
-        ((4, 5), True, 2),
-    ],
-)
-def test_leading_directions_are_as_many_as_their_matrix_may_cost(
-    shape: tuple[int, int], couples: bool, count: int
-) -> None:
-    assert direction_count(shape, couples=couples) == count
-
-
-def test_building_is_counted_in_steps() -> None:
-    operator = operator_of(make_domains(2, experts=4, width=6, tokens=50))
-    tokens = sum(domain.tokens for domain in operator.curvatures)
-    build = 4 * (tokens * 6**2 + INVERSE_COST * 6**3)
-    step = 2 * tokens * 4 * 6 + 4 * 6**2
-    assert steps_to_build(operator, Preconditioner.BLOCK) == pytest.approx(build / step)
-    assert steps_to_build(operator, Preconditioner.JACOBI) == 0.0
-    assert steps_to_build(operator, Preconditioner.NONE) == 0.0
 
 
 def test_memory_is_that_of_the_kind_that_is_built() -> None:
@@ -261,8 +216,3 @@ def test_memory_is_that_of_the_kind_that_is_built() -> None:
     # Where `auto` begins with Kronecker, its factors stay beside what comes after.
     many = [matrix_bytes(kind, shape, 1 << 20, torch.float32) for kind in KRONECKER_FIRST]
     assert many[0] == many[1] + many[2]
-
-
-def test_auto_is_resolved_in_the_answer() -> None:
-    built = build(operator_of(make_domains(2)), Preconditioner.AUTO)
-    assert built.kind is Preconditioner.BLOCK

@@ -15,13 +15,10 @@ import zoo
 from calibration import cases
 from together import job, together
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 ON_GPU = {"device": "cuda:0", "dtype": "float64"}
 
 
+@pytest.mark.gpu
 def test_two_ranks_on_one_card(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
     case = cases.make_case(zoo_folder("olmoe"), tmp_path, rows=8)
     for source in case.sources.values():

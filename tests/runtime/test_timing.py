@@ -1,4 +1,4 @@
-"""Times add up by name; counts as people write them."""
+"""Stopwatches, progress and dtypes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 import pytest
 import torch
 
+from moemerge.errors import UsageError
+from moemerge.runtime.dtypes import FLOATS, Dtype, dtype_name, parse_dtype
 from moemerge.runtime.progress import counted
 from moemerge.runtime.timing import Stopwatch, peak_memory
 
@@ -29,7 +31,6 @@ def test_spans_add_up() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_timed_on_its_own_line() -> None:
     watch = Stopwatch(torch.device("cuda"))
     x = torch.randn(2048, 2048, device="cuda")
@@ -46,3 +47,24 @@ def test_one_is_no_plural() -> None:
     assert [counted(n, "row") for n in (0, 2, 12345)] == ["0 rows", "2 rows", "12,345 rows"]
     assert counted(1, "row holds", "rows hold") == "1 row holds"
     assert counted(2, "row holds", "rows hold") == "2 rows hold"
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+def test_a_dtype_is_what_torch_says(dtype: Dtype) -> None:
+    assert dtype.itemsize == dtype.torch.itemsize
+    assert dtype.is_floating_point == dtype.torch.is_floating_point
+    assert Dtype.of(dtype.torch) is Dtype.of(dtype) is dtype
+    assert str(dtype) == f"{dtype}" == dtype_name(dtype.torch) == dtype_name(dtype)
+
+
+def test_names_that_weights_can_have() -> None:
+    assert parse_dtype("torch.bfloat16") is parse_dtype("bfloat16") is Dtype.BFLOAT16
+    assert [d.torch for d in FLOATS] == [
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+    ]
+    for wrong in ("int8", "float8_e5m2", "bf17"):
+        with pytest.raises(UsageError, match=f"unknown dtype '{wrong}'"):
+            parse_dtype(wrong)

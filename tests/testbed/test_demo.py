@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from evidence import training
+from evidence.scoring import accuracy_many
+from evidence.training import TEST_PROBLEMS, TEST_SEED
 from moemerge import api
 from moemerge.cli.app import app
 from moemerge.testbed import bundled_set
@@ -24,8 +27,7 @@ from moemerge.testbed.demo import (
     draw_test_problems,
     findings,
 )
-
-BUNDLE_BYTES = 12e6
+from moemerge.testbed.tasks import problems
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +110,44 @@ def test_findings_say_what_the_numbers_say_whichever_way_they_went():
     assert "routers merely averaged, the control, 5.0." in ties
 
 
-def test_the_specialists_that_come_along_are_whole_and_small():
-    found = bundled_set()
-    assert set(found.models) == {"math", "code", "chat"}
-    assert found.manifest["regime"] == "soft"
-    size = sum(path.stat().st_size for path in found.folder.rglob("*") if path.is_file())
-    assert size <= BUNDLE_BYTES
-
-
 def test_where_the_specialists_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = CliRunner().invoke(app, ["demo", "--path"])
     assert shown.stdout == f"{bundled_set().folder}\n"
     assert not list(tmp_path.iterdir())
+
+
+LARGEST = 12 * 10**6  # bytes that the package gives to them
+ASKED = 45  # of each domain: a sample of what the manifest counts
+
+
+def test_it_is_small_and_says_how_it_was_made():
+    bundle = bundled_set()
+    size = sum(path.stat().st_size for path in bundle.folder.rglob("*") if path.is_file())
+    assert size < LARGEST
+    assert "train --preset demo" in bundle.manifest["command"]
+    assert {"seed", "date", "versions", "steps", "final_loss"} <= bundle.manifest.keys()
+    assert list(bundle.models) == ["math", "code", "chat"]
+
+
+def test_transformers_loads_it_and_gets_an_answer_right():
+    bundle = bundled_set()
+    model = AutoModelForCausalLM.from_pretrained(bundle.models["code"], dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(bundle.models["code"])
+    prompt = "[x+3 for x in [7,2,5]][1:]="
+    asked = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    written = model.generate(**asked, max_new_tokens=12, do_sample=False)[0]
+    words = tokenizer.convert_ids_to_tokens(written.tolist())
+    assert "".join(words).endswith("=[5,8]<eos>")
+
+
+def test_specialists_know_their_domain_better_than_the_base():
+    bundle = bundled_set()
+    for domain, model in bundle.models.items():
+        whole = problems(domain, split="test", count=TEST_PROBLEMS, seed=TEST_SEED)
+        base, own = accuracy_many([bundle.base, model], whole[:ASKED], device="cpu")
+        told = bundle.manifest["accuracy"]
+        for right, name in ((base, "base"), (own, domain)):
+            assert abs(sum(right) / ASKED - told[name][domain]) < 0.2
+        assert told[domain][domain] > told["base"][domain]
+        assert sum(own) >= sum(base)

@@ -16,7 +16,6 @@ from moemerge.cli.app import app
 from moemerge.errors import (
     ArchitectureError,
     CheckpointError,
-    ConfigError,
     DataError,
     NumericalError,
     ResourceError,
@@ -56,13 +55,6 @@ def test_a_quantised_base_is_refused(base: Path, tmp_path: Path) -> None:
     fp8 = qz.convert(base, tmp_path / "fp8", qz.fp8_config(8, 8), qz.block_fp8(8, 8))
     with pytest.raises(ArchitectureError, match="is quantised, and training needs floats"):
         tune(fp8, tmp_path / "out")
-
-
-def test_settings_are_checked(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean"):
-        tune(base, tmp_path / "out", learnig_rate=1e-3)
-    with pytest.raises(ConfigError, match="warmup"):
-        tune(base, tmp_path / "out", warmup=2.0)
 
 
 def test_an_output_that_exists_is_refused_before_training(base: Path, tmp_path: Path) -> None:

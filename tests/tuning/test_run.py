@@ -13,10 +13,15 @@ from transformers import AutoModelForCausalLM
 
 import moemerge
 import zoo
+from moemerge.architectures.opened import open_model
+from moemerge.architectures.roles import Role
 from moemerge.config.yaml_lines import read_yaml
+from moemerge.errors import UsageError
+from moemerge.features.trainable import TrainedLayout, load_trainable
 from moemerge.text.answers import load_answers
 from moemerge.text.domains import TextSettings
 from moemerge.text.tokens import load_tokenizer
+from together import job, together
 from tuning.cases import changed, make_base, rows, tune
 
 
@@ -137,22 +142,6 @@ def test_the_optimiser_is_adam_without_weight_decay(base: Path, tmp_path: Path) 
     assert float((step > 0.99e-3).float().mean()) > 0.9
 
 
-def test_a_result_merges(base: Path, tmp_path: Path) -> None:
-    tune(base, tmp_path / "a", seed=1)
-    tune(base, tmp_path / "b", only="routers")
-    config = {
-        "merge_method": "ties",
-        "base_model": str(base),
-        "models": [
-            {"model": str(tmp_path / name), "parameters": {"weight": 0.5, "density": 0.5}}
-            for name in "ab"
-        ],
-    }
-    (tmp_path / "ties.yml").write_text(json.dumps(config))
-    moemerge.merge(tmp_path / "ties.yml", tmp_path / "merged")
-    assert changed(base, tmp_path / "merged")
-
-
 def test_tuning_a_merge_keeps_what_the_merge_said(base: Path, tmp_path: Path) -> None:
     other = zoo.perturb(base, tmp_path / "other", seed=1)
     config = {
@@ -173,3 +162,70 @@ def test_the_same_seed_gives_the_same_bytes(base: Path, tmp_path: Path) -> None:
         tune(base, tmp_path / out, seed=seed, steps=2)
     assert changed(tmp_path / "a", tmp_path / "b") == set()
     assert changed(tmp_path / "a", tmp_path / "c")
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(base: Path, tmp_path: Path) -> None:
+    """The mean over all answers of a step, whichever process has them; rank 0 writes alone."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    how = {"batch": 32, "micro_batch": 16, "steps": 3, "learning_rate": 1e-3, "device": "cpu"}
+    two = job("tune", base, tmp_path / "two", data=[str(file)], report=tmp_path / "report", **how)
+    (code, words), (other, others) = together({2: [two]})
+    assert (code, other) == (0, 0), words + others
+    report = json.loads((tmp_path / "report.0").read_text())
+    one = tune(base, tmp_path / "one", **how)
+    losses = [point["loss"] for point in report["curve"]]
+    assert losses == pytest.approx([point.loss for point in one.curve], rel=1e-3)
+    assert report["processes"] == 2
+    a, b, before = (zoo.tensors(tmp_path / name) for name in ("one", "two", "base"))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert (a[name] - b[name]).norm() < 0.05 * (a[name] - before[name]).norm()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_rows_that_cannot_be_shared_alike_are_refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UsageError, match="3 processes cannot share evenly"):
+        tune(base, tmp_path / "out")
+
+
+# One of each kind of layout: one by one, stacks, transposed, interleaved, flat, renamed, joined.
+FAMILIES = [
+    "olmoe",
+    "mixtral",
+    "gpt_oss",
+    "granitemoe",
+    "dbrx",
+    "jetmoe",
+    "deepseek_v3",
+    "llama4_text",
+    "nemotron_h",
+    "deepseek_v4",
+    "flint",
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "fused"), [*((family, False) for family in FAMILIES), ("olmoe", True)]
+)
+def test_what_moves_in_memory_moves_on_disk(
+    family: str, fused: bool, zoo_folder: Callable[..., Path]
+) -> None:
+    """All parameters plus one in memory are all stored tensors plus one."""
+    if not zoo.installed(family):
+        pytest.skip(f"{family} is not in this transformers")
+    opened = open_model("x", zoo_folder(family, fused=fused))
+    layout = TrainedLayout(opened, None)
+    model = load_trainable(opened, layout, torch.float32, lora=False)
+    state = {n: v + 1 if v.is_floating_point() else v for n, v in model.state_dict().items()}
+    written = dict(layout.written(state))
+    for name, value in written.items():
+        torch.testing.assert_close(value, opened.checkpoint.read(name) + 1)
+    role = opened.architecture.role
+    assert Role.SELECTION_BIAS not in {role(name) for name in written}  # they stay
+    roles = {role(n) for n in opened.checkpoint.tensors if n not in written}
+    assert roles <= {Role.SELECTION_BIAS, Role.ROUTER, Role.ATTENTION, Role.OTHER}
+    assert len(written) > 0.9 * len(opened.checkpoint.tensors)

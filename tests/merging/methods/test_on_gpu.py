@@ -14,10 +14,7 @@ from moemerge.merging.method import UnitStatistics
 from moemerge.merging.methods._selection import ascending_order, keep_largest_
 from moemerge.merging.methods._sparsify import Stream, keep_threshold
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 WEIGHTED = [{"weight": w} for w in (0.4, 0.7)]
 THINNED = [{"weight": w, "density": 0.4} for w in (0.4, 0.7)]
