@@ -1,13 +1,8 @@
 """Fixtures that all tests share: tiny checkpoints, built once per session."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,19 +21,19 @@ from moemerge.architectures import families  # noqa: E402
 from moemerge.merging import METHODS, WRAPPERS  # noqa: E402
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _imports_are_no_garbage() -> None:
+def _imports_are_no_garbage():
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _interruptible() -> Iterator[None]:
+def _interruptible():
     """A test run in the background of a script ignores SIGINT, and so would its children."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
@@ -49,9 +44,9 @@ def _interruptible() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _registries() -> Iterator[None]:
+def _registries():
     """What a test registers, others do not see, in whatever order they run."""
-    tables: tuple[dict[str, Any], ...] = (
+    tables = (
         METHODS._entries,
         WRAPPERS._entries,
         families.BY_MODEL_TYPE,
@@ -65,7 +60,7 @@ def _registries() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _mkldnn() -> Iterator[None]:
+def _mkldnn():
     """A bfloat16 product on a CPU without such instructions turns mkldnn off for the process.
 
     Products in float32 would then differ in their last bits from those of other processes.
@@ -75,11 +70,11 @@ def _mkldnn() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def zoo_folder(tmp_path_factory):
     """`zoo_folder("olmoe", seed=1, fused=True)`: a family's tiny checkpoint; read it only."""
-    built: dict[tuple[Any, ...], Path] = {}
+    built = {}
 
-    def folder(model_type: str, **options: Any) -> Path:
+    def folder(model_type, **options):
         if not zoo.installed(model_type):
             pytest.skip(f"the installed transformers has no {model_type}")
         key = (model_type, *sorted((name, repr(value)) for name, value in options.items()))
@@ -93,15 +88,11 @@ def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def case_of(
-    zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., cases.Case]:
+def case_of(zoo_folder, tmp_path_factory):
     """`case_of("olmoe", sources=3, dtype=torch.bfloat16)`: a merge to repair; read it only."""
-    built: dict[tuple[Any, ...], cases.Case] = {}
+    built = {}
 
-    def case(
-        family: str, *, sources: int = 2, scale: float = 0.3, rows: int = 14, **options: Any
-    ) -> cases.Case:
+    def case(family, *, sources=2, scale=0.3, rows=14, **options):
         shape = {"sources": sources, "scale": scale, "rows": rows}
         key = (family, *sorted((k, repr(v)) for k, v in {**shape, **options}.items()))
         if key not in built:

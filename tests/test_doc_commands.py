@@ -1,24 +1,19 @@
 """Commands, flags and names on the pages of README and docs exist, and lists are complete."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
 
 from moemerge.cli.app import app
-from moemerge.config.parameter_values import ROLE_NAMES
 from moemerge.data.settings import DataRecipe
 from moemerge.errors import UsageError
 from moemerge.evaluation.job import find_task, task_names
 from moemerge.evaluation.settings import load_task
 from moemerge.experiments.settings import StudyConfig
 from moemerge.experiments.study_file import load_study
-from moemerge.merging.tokenizer.write import FORMATS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,7 +26,7 @@ OTHERS = re.compile(
 SCRIPTS = {"reliability", "benchmarks"}
 
 
-def names_of(page: str) -> set[str]:
+def names_of(page):
     """Return everything a page writes in backticks, outside of code blocks."""
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
@@ -41,9 +36,9 @@ def names_of(page: str) -> set[str]:
 # --- verbs and flags ------------------------------------------------------------------------------
 
 
-def flags_of(group: Any, *path: str) -> dict[tuple[str, ...], set[str]]:
+def flags_of(group, *path):
     """The flags of every verb, by its words."""
-    found: dict[tuple[str, ...], set[str]] = {}
+    found = {}
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             found |= flags_of(command, *path, name)
@@ -61,7 +56,7 @@ KNOWN = COMMON.union(*FLAGS.values())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_commands_and_flags_of_a_page_exist(page: Path) -> None:
+def test_commands_and_flags_of_a_page_exist(page):
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
@@ -81,7 +76,7 @@ def test_commands_and_flags_of_a_page_exist(page: Path) -> None:
     assert wrong == []
 
 
-def test_every_verb_takes_a_plugin() -> None:
+def test_every_verb_takes_a_plugin():
     assert [verb for verb, flags in FLAGS.items() if "--plugin" not in flags] == []
 
 
@@ -90,10 +85,8 @@ SHARED = {"calibrate", "refit", "distill", "diagnose", "stats", "merge", "tune"}
 
 
 @pytest.mark.parametrize("path", [path for path in FLAGS if path[0] not in SHARED], ids=" ".join)
-def test_other_verbs_refuse_several_processes(
-    path: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command: Any = GROUP
+def test_other_verbs_refuse_several_processes(path, monkeypatch):
+    command = GROUP
     for word in path:
         command = command.commands[word]
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -105,18 +98,16 @@ def test_other_verbs_refuse_several_processes(
     ("verbs", "switch"),
     [(("inspect", "ls", "demo"), True), (("merge", "validate", "calibrate", "run"), False)],
 )
-def test_json_is_a_switch_if_a_command_writes_nothing_else(
-    verbs: tuple[str, ...], switch: bool
-) -> None:
+def test_json_is_a_switch_if_a_command_writes_nothing_else(verbs, switch):
     for path in (path for path in FLAGS if path[0] in verbs):
-        command: Any = GROUP
+        command = GROUP
         for word in path:
             command = command.commands[word]
         (flag,) = [p for p in command.params if "--json" in p.opts]
         assert flag.is_flag is switch, path
 
 
-def verb_of(line: str) -> tuple[str, ...] | None:
+def verb_of(line):
     """The verb that a command or an inline phrase begins with, if any."""
     try:
         words = shlex.split(line, comments=True)
@@ -130,37 +121,25 @@ def verb_of(line: str) -> tuple[str, ...] | None:
 # --- lists ----------------------------------------------------------------------------------------
 
 
-def test_every_package_is_explained() -> None:
+def test_every_package_is_explained():
     source = ROOT / "src" / "moemerge"
     packages = {p.name for p in source.iterdir() if (p / "__init__.py").is_file()}
     modules = {p.stem for p in source.glob("*.py") if not p.stem.startswith("__")}
     assert (packages | modules) - names_of("architecture") == set()
 
 
-def test_every_role_of_a_filter_and_chat_template_is_named() -> None:
-    assert {"auto", *ROLE_NAMES, *FORMATS} - names_of("config") == set()
+def test_every_key_of_a_study_is_explained():
+    text = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+    rows = " ".join(re.findall(r"^\| (`[^|]*)\|", text, re.M))
+    assert set(re.findall(r"`(\w+)`", rows)) == set(StudyConfig.model_fields) | {"extends"}
 
 
-def test_every_key_of_a_study_is_explained() -> None:
-    table = set(
-        re.findall(
-            r"`(\w+)`",
-            " ".join(
-                line.split("|")[1]
-                for line in (ROOT / "docs" / "study.md").read_text(encoding="utf-8").splitlines()
-                if line.startswith("| `")
-            ),
-        )
-    )
-    assert table == set(StudyConfig.model_fields) | {"extends"}
-
-
-def test_keys_of_a_recipe_are_flags() -> None:
+def test_keys_of_a_recipe_are_flags():
     keys = {f"--{name.replace('_', '-')}" for name in DataRecipe.model_fields} - {"--file"}
     assert keys <= FLAGS["data",]
 
 
-def test_tasks_are_as_the_table_says() -> None:
+def test_tasks_are_as_the_table_says():
     rows = re.findall(r"^\| `([\w+]+)` \| (\d+) \|", (ROOT / "docs/evaluate.md").read_text(), re.M)
     assert {name for name, _ in rows} == set(task_names())
     for name, problems in rows:
@@ -168,7 +147,7 @@ def test_tasks_are_as_the_table_says() -> None:
         assert (task.problems, task.needs_chat_template) == (int(problems), True)
 
 
-def test_the_study_and_the_task_of_the_pages_are_read(tmp_path: Path) -> None:
+def test_the_study_and_the_task_of_the_pages_are_read(tmp_path):
     for page, key, read in (("study", "title:", load_study), ("evaluate", "verify:", load_task)):
         text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         (block,) = [b for b in re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) if key in b]

@@ -1,15 +1,11 @@
 """Commands and programs of README, docs and examples, run as they stand on tiny models."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -52,9 +48,7 @@ SLOW = {"demo", "data", "distill", "evaluate", "study"}
 
 
 @pytest.fixture(scope="module")
-def models(
-    zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def models(zoo_folder, tmp_path_factory):
     """The models that the documents speak of, under the names they have there."""
     folder = tmp_path_factory.mktemp("models")
     built = zoo_folder("olmoe", num_hidden_layers=4)  # some examples ask for `--layers last:4`
@@ -86,9 +80,7 @@ def models(
 
 
 @pytest.fixture
-def scratch(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
+def scratch(models, tmp_path, monkeypatch):
     """A folder to stand in, with those models and text of each domain."""
     for name, path in models.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -107,7 +99,7 @@ def scratch(
     sys.modules.pop("my_methods", None)  # the plugin of a page is not loaded elsewhere
 
 
-def commands(block: str, *, slow: bool = False) -> list[list[str]]:
+def commands(block, *, slow=False):
     """The moemerge commands of a shell block; comments and other programs are left out."""
     joined = block.replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in joined.splitlines()]
@@ -116,7 +108,7 @@ def commands(block: str, *, slow: bool = False) -> list[list[str]]:
     return [words for words in every if slow or words[0] not in SLOW]
 
 
-def remove(out: str) -> None:
+def remove(out):
     """A page may write the same folder twice, by a command and from Python, say."""
     folder = Path(out)
     if folder.is_symlink():
@@ -124,7 +116,7 @@ def remove(out: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def run(words: list[str]) -> None:
+def run(words):
     if words[0] in WRITES:
         remove(words[WRITES[words[0]]].rstrip("/"))
     if words[0] not in VERBS and importlib.util.find_spec(f"moemerge.cli.{words[0]}"):
@@ -136,7 +128,7 @@ def run(words: list[str]) -> None:
     assert result.exit_code == 0, f"moemerge {shlex.join(words)}\n{result.output}"
 
 
-def verbs(group: Any = None, *path: str) -> Iterator[tuple[str, Any]]:
+def verbs(group=None, *path):
     """Every command of the command line with its name."""
     for name, command in (group or typer.main.get_command(app)).commands.items():
         if hasattr(command, "commands"):
@@ -149,7 +141,7 @@ VERBS = dict(verbs())
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_examples_of_help_run(verb: str, scratch: Path, models: dict[str, Path]) -> None:
+def test_examples_of_help_run(verb, scratch, models):
     text = VERBS[verb].epilog
     assert all(len(line) <= 80 for line in text.splitlines()), "cannot be copied from a terminal"
     examples = [words for words in commands(text, slow=True) if shlex.join(words).startswith(verb)]
@@ -181,14 +173,14 @@ def test_examples_of_help_run(verb: str, scratch: Path, models: dict[str, Path])
             run(words)
 
 
-def runnable(page: Path) -> bool:
+def runnable(page):
     return any(
         kind == "python" or commands(text) for kind, text in _BLOCK.findall(page.read_text())
     )
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if runnable(p)], ids=lambda p: p.name)
-def test_blocks_of_a_page_run(page: Path, scratch: Path) -> None:
+def test_blocks_of_a_page_run(page, scratch):
     """In their order, in one folder: later blocks use what earlier ones wrote."""
     for kind, text in _BLOCK.findall(page.read_text(encoding="utf-8")):
         named = _FILE.match(text.partition("\n")[0])
@@ -211,7 +203,7 @@ def test_blocks_of_a_page_run(page: Path, scratch: Path) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
-def test_examples_run(example: Path, scratch: Path) -> None:
+def test_examples_run(example, scratch):
     text = example.read_text(encoding="utf-8")
     said = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   ")]
     steps = commands("\n".join(said))

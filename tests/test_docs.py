@@ -1,7 +1,5 @@
 """The documents: every public name is in the reference, and every link leads somewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util
@@ -11,7 +9,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -26,13 +23,13 @@ PUBLIC = [name for name in moemerge.__all__ if name != "__version__"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_is_in_the_reference(name: str) -> None:
+def test_every_public_name_is_in_the_reference(name):
     reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert f"::: moemerge.{name}\n" in reference
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_has_a_docstring_of_its_own(name: str) -> None:
+def test_every_public_name_has_a_docstring_of_its_own(name):
     thing = getattr(moemerge, name)
     said = [thing]
     if inspect.isclass(thing):
@@ -48,7 +45,7 @@ def test_every_public_name_has_a_docstring_of_its_own(name: str) -> None:
     assert not (inspect.isclass(thing) and (thing.__doc__ or "").startswith(f"{thing.__name__}("))
 
 
-def test_methods_that_are_explained_exist() -> None:
+def test_methods_that_are_explained_exist():
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     tables = re.findall(r"^\| (?:method|wrapper) \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.M)
     rows = [line.split("|")[1] for table in tables for line in table.splitlines()]
@@ -57,7 +54,7 @@ def test_methods_that_are_explained_exist() -> None:
     assert explained == methods | {row["wrapper"] for row in list_wrappers()}
 
 
-def test_promises_name_tests_that_exist() -> None:
+def test_promises_name_tests_that_exist():
     page = (ROOT / "docs" / "data" / "reliability-details.md").read_text(encoding="utf-8")
     _, _, section = page.partition("promise | test |")
     rows = [line for line in section.partition("\n\n")[0].splitlines() if line.startswith("| ")]
@@ -69,7 +66,7 @@ def test_promises_name_tests_that_exist() -> None:
             assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), row
 
 
-def test_figures_are_explained_as_they_are_declared() -> None:
+def test_figures_are_explained_as_they_are_declared():
     """The site makes the table anew, so a figure may be missing here, but none may be wrong."""
     page = (ROOT / "docs" / "diagnosis.md").read_text(encoding="utf-8")
     table = page.partition("<!-- figures -->")[2].partition("<!-- /figures -->")[0]
@@ -79,14 +76,14 @@ def test_figures_are_explained_as_they_are_declared() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_lead_to_files(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_code_that_pages_speak_of_is_there(page: Path) -> None:
+def test_code_that_pages_speak_of_is_there(page):
     """Names such as `routing.gates`, and paths such as `architectures/rules.py`."""
     text = page.read_text(encoding="utf-8")
     rooms = "|".join(p.name for p in SOURCE.iterdir() if p.is_dir() and p.name.isidentifier())
@@ -96,8 +93,8 @@ def test_code_that_pages_speak_of_is_there(page: Path) -> None:
     assert [path for path in paths if not (SOURCE / path).exists()] == []
 
 
-def is_there(name: str) -> bool:
-    thing: object = moemerge
+def is_there(name):
+    thing = moemerge
     module = "moemerge"
     for part in name.split("."):
         module = f"{module}.{part}"
@@ -109,7 +106,7 @@ def is_there(name: str) -> bool:
     return True
 
 
-def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
     """Strictly: every link, anchor, page and docstring is there. It opens from disk, offline."""
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
@@ -124,16 +121,15 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> N
     assert not any("@import" in style or "url(http" in style for style in styles)
 
 
-def test_families_that_cannot_be_calibrated_are_named() -> None:
+def test_families_that_cannot_be_calibrated_are_named():
     page = (ROOT / "docs" / "calibration.md").read_text(encoding="utf-8")
     refused = [row["family"] for row in list_architectures() if row["calibration"] != "yes"]
     assert [family for family in refused if f"`{family}`" not in page] == []
 
 
-def script(name: str) -> ModuleType:
+def script(name):
     """Import a script of docs/."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
@@ -141,12 +137,12 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_generated_tables_and_figure_are_up_to_date() -> None:
+def test_generated_tables_and_figure_are_up_to_date():
     changed = script("generate").outdated()
     assert [path.relative_to(ROOT).as_posix() for path in changed] == []
 
 
-def test_the_notebook_runs(tmp_path: Path) -> None:
+def test_the_notebook_runs(tmp_path):
     path = ROOT / "examples" / "quickstart.ipynb"
     assert path.stat().st_size < 200_000
     text = path.read_text(encoding="utf-8")

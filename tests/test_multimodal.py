@@ -1,11 +1,6 @@
 """Families whose text model has a head only beside a model of images: read, merged, streamed,
 calibrated and diagnosed as the whole that they are stored as."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,17 +8,16 @@ import multimodal_zoo
 import zoo
 from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.families import family_of
-from moemerge.architectures.roles import Role, Unit
+from moemerge.architectures.roles import Role
 
-Folder = Callable[..., Path]
 FAMILIES = multimodal_zoo.FAMILIES
 
 
-def text_units(folder: Path) -> dict[str, tuple[Unit, torch.Tensor]]:
+def text_units(folder):
     """The units of the layers, of the embedding and of the head, and what they hold."""
     tensors = zoo.tensors(folder)
     architecture = Architecture.of(zoo.read_config(folder), tensors)
-    found: dict[str, tuple[Unit, torch.Tensor]] = {}
+    found = {}
     for name, tensor in tensors.items():
         count = torch.zeros(tensor.shape, dtype=torch.int32)
         for unit in architecture.units(name):
@@ -39,7 +33,7 @@ def text_units(folder: Path) -> dict[str, tuple[Unit, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_layouts_pair_up_by_key(zoo_folder: Folder, model_type: str) -> None:
+def test_layouts_pair_up_by_key(zoo_folder, model_type):
     disk, fused = (text_units(zoo_folder(model_type, fused=fused)) for fused in (False, True))
     assert disk.keys() == fused.keys()
     for key, (unit, value) in disk.items():
@@ -56,14 +50,14 @@ def test_layouts_pair_up_by_key(zoo_folder: Folder, model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_original_names_are_their_own_keys(zoo_folder: Folder, model_type: str) -> None:
+def test_original_names_are_their_own_keys(zoo_folder, model_type):
     for key, (unit, _) in text_units(zoo_folder(model_type)).items():
         if unit.role is not Role.EXPERT:
             assert key == unit.tensor
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_numbers_of_the_config(zoo_folder: Folder, model_type: str) -> None:
+def test_numbers_of_the_config(zoo_folder, model_type):
     folder = zoo_folder(model_type)
     config = zoo.read_config(folder)
     architecture = Architecture.of(config, zoo.tensors(folder))

@@ -1,13 +1,10 @@
 """Check the rules of docs/architecture.md that import-linter and ruff cannot check."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -37,37 +34,37 @@ INSTALLED_BY = {
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
+def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @cache
-def nodes(path: Path) -> tuple[ast.AST, ...]:
+def nodes(path):
     return tuple(ast.walk(parsed(path)))
 
 
-def within(path: Path) -> str:
+def within(path):
     return path.relative_to(SOURCE).as_posix()
 
 
-def functions(nodes: Iterable[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def functions(nodes):
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
 
-def is_triton_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+def is_triton_kernel(function):
     return any("triton." in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+def parameters(function):
     signature = function.args
     named = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs]
     starred = [a for a in (signature.vararg, signature.kwarg) if a is not None]
     return [a.arg for a in [*named, *starred] if a.arg not in {"self", "cls"}]
 
 
-def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
+def imported_modules(nodes):
     """Yield the full names of imports: `from torch import cuda` is torch.cuda."""
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -76,10 +73,10 @@ def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def attributes(nodes: Iterable[ast.AST]) -> Iterator[str]:
+def attributes(nodes):
     """Yield the dotted names that a file uses: `torch.cuda.Stream`."""
     for node in nodes:
-        names: list[str] = []
+        names = []
         while isinstance(node, ast.Attribute):
             names.append(node.attr)
             node = node.value
@@ -88,7 +85,7 @@ def attributes(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("part", CONFINED)
-def test_parts_of_torch_stay_in_their_packages(part: str) -> None:
+def test_parts_of_torch_stay_in_their_packages(part):
     strays = {
         within(path)
         for path in FILES
@@ -99,7 +96,7 @@ def test_parts_of_torch_stay_in_their_packages(part: str) -> None:
     assert not strays, f"{part} belongs to {CONFINED[part]}; put a helper there"
 
 
-def test_paths_are_tested_without_exceptions() -> None:
+def test_paths_are_tested_without_exceptions():
     """`Path.exists` raises if a name is too long or a folder is closed; `os.path.exists` never."""
     strays = {
         f"{within(path)}:{node.lineno}"
@@ -112,12 +109,12 @@ def test_paths_are_tested_without_exceptions() -> None:
     assert not strays, "use os.path.exists, isdir, isfile or islink"
 
 
-def test_files_stay_short() -> None:
+def test_files_stay_short():
     lengths = {within(p): len(p.read_text(encoding="utf-8").splitlines()) for p in FILES}
     assert {name: n for name, n in lengths.items() if n > MAX_LINES} == {}
 
 
-def test_parameter_lists_stay_short() -> None:
+def test_parameter_lists_stay_short():
     long = {
         f"{within(path)}:{function.name}"
         for path in FILES
@@ -129,8 +126,8 @@ def test_parameter_lists_stay_short() -> None:
     assert not long, f"more than {MAX_PARAMETERS} parameters"
 
 
-def test_a_class_name_has_one_meaning() -> None:
-    places: dict[str, list[str]] = defaultdict(list)
+def test_a_class_name_has_one_meaning():
+    places = defaultdict(list)
     for path in FILES:
         for node in nodes(path):
             if isinstance(node, ast.ClassDef):
@@ -139,13 +136,13 @@ def test_a_class_name_has_one_meaning() -> None:
     assert twice == {}
 
 
-def test_every_import_is_declared() -> None:
+def test_every_import_is_declared():
     """The package or one of its extras installs every import."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     listed = [*project["dependencies"], *(r for name in extras for r in extras[name])]
     declared = {re.split(r"[\[<>=;!~ ]", entry)[0].lower().replace("-", "_") for entry in listed}
-    strays: dict[str, set[str]] = defaultdict(set)
+    strays = defaultdict(set)
     for path in FILES:
         for name in imported_modules(nodes(path)):
             package = name.split(".")[0]
@@ -157,10 +154,10 @@ def test_every_import_is_declared() -> None:
     assert not strays, "declare them in pyproject.toml"
 
 
-def sentences(nodes: Iterable[ast.AST]) -> Iterator[str]:
+def sentences(nodes):
     """Yield all strings but docstrings; adjacent parts of one string are joined."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    skipped: set[int] = set()
+    skipped = set()
     for node in nodes:
         if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr):
             skipped.add(id(node.body[0].value))
@@ -184,7 +181,7 @@ WITH_FLAGS = (
 )
 
 
-def test_only_the_command_line_names_flags() -> None:
+def test_only_the_command_line_names_flags():
     """Errors also reach Python callers: they name settings, which the cli prints as flags."""
     flags = {
         within(path): text
@@ -196,28 +193,16 @@ def test_only_the_command_line_names_flags() -> None:
     assert flags == {}
 
 
-def test_settings_that_messages_advise_exist() -> None:
+def test_settings_that_messages_advise_exist():
     """Some job accepts the setting `name` of every `name=value` in a message."""
     import inspect
 
     from moemerge import api
     from moemerge.experiments.study import study
 
-    jobs = [
-        study,
-        api.evaluate,
-        api.make_data,
-        api.calibrate,
-        api.refit,
-        api.distill,
-        api.prune,
-        api.compose,
-        api.diagnose,
-        api.merge,
-        api.tune,
-    ]
+    verbs = (name for names in api._PARTS.values() for name in names.split())
+    jobs = [study, *(getattr(api, name) for name in verbs)]
     known = {name for job in jobs for name in inspect.signature(job).parameters}
-    known |= set(inspect.signature(api.collect_statistics).parameters)
     advised = {
         name
         for path in FILES
@@ -229,7 +214,7 @@ def test_settings_that_messages_advise_exist() -> None:
     assert advised - known == set()
 
 
-def test_extras_that_are_advised_exist() -> None:
+def test_extras_that_are_advised_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in [*FILES, *pages])
@@ -240,7 +225,7 @@ def test_extras_that_are_advised_exist() -> None:
     )
 
 
-def test_data_files_are_installed() -> None:
+def test_data_files_are_installed():
     """Without a pattern in pyproject.toml, a file would be missing outside a clone."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
     patterns = setuptools["package-data"]["moemerge"]

@@ -1,24 +1,18 @@
 """Units, keys, layers and routers of every family's tiny checkpoint, in every layout."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import zoo
 from moemerge.architectures.architecture import Architecture
-from moemerge.architectures.roles import Role, Unit
+from moemerge.architectures.roles import Role
 from moemerge.architectures.rules import ConfigKey, Experts, Family, GateRule, Router
 from moemerge.errors import ArchitectureError
 
 FAMILIES = zoo.FAMILIES
-Folder = Callable[..., Path]
 
 
 @dataclass(frozen=True)
@@ -27,19 +21,19 @@ class Info:
     dtype: torch.dtype = torch.bfloat16
 
 
-def open_folder(folder: Path) -> tuple[Architecture, dict[str, torch.Tensor]]:
+def open_folder(folder):
     tensors = zoo.tensors(folder)
     return Architecture.of(zoo.read_config(folder), tensors), tensors
 
 
-def block(tensor: torch.Tensor, unit: Unit) -> torch.Tensor:
+def block(tensor, unit):
     rows = unit.slot.rows
     return tensor if rows is None else tensor[rows[0] : rows[1]]
 
 
-def units_by_key(folder: Path) -> dict[str, tuple[Unit, torch.Tensor]]:
+def units_by_key(folder):
     architecture, tensors = open_folder(folder)
-    found: dict[str, tuple[Unit, torch.Tensor]] = {}
+    found = {}
     for name, tensor in tensors.items():
         for unit in architecture.units(name):
             assert unit.key not in found
@@ -49,7 +43,7 @@ def units_by_key(folder: Path) -> dict[str, tuple[Unit, torch.Tensor]]:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_units_cover_every_tensor_once(zoo_folder: Folder, model_type: str, fused: bool) -> None:
+def test_units_cover_every_tensor_once(zoo_folder, model_type, fused):
     architecture, tensors = open_folder(zoo_folder(model_type, fused=fused))
     for name, tensor in tensors.items():
         count = torch.zeros(tensor.shape, dtype=torch.int32)
@@ -62,7 +56,7 @@ def test_units_cover_every_tensor_once(zoo_folder: Folder, model_type: str, fuse
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_layouts_pair_up_by_key(zoo_folder: Folder, model_type: str) -> None:
+def test_layouts_pair_up_by_key(zoo_folder, model_type):
     """The same model saved in both layouts gives the same units, value by value."""
     disk = units_by_key(zoo_folder(model_type))
     fused = units_by_key(zoo_folder(model_type, fused=True))
@@ -75,7 +69,7 @@ def test_layouts_pair_up_by_key(zoo_folder: Folder, model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_base_only_checkpoint_pairs_up(zoo_folder: Folder, model_type: str) -> None:
+def test_base_only_checkpoint_pairs_up(zoo_folder, model_type):
     whole = units_by_key(zoo_folder(model_type))
     base = units_by_key(zoo_folder(model_type, base_only=True))
     heads = {key for key, (unit, _) in whole.items() if unit.role is Role.HEAD}
@@ -83,7 +77,7 @@ def test_base_only_checkpoint_pairs_up(zoo_folder: Folder, model_type: str) -> N
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_original_names_are_their_own_keys(zoo_folder: Folder, model_type: str) -> None:
+def test_original_names_are_their_own_keys(zoo_folder, model_type):
     """What the family's own checkpoints call a tensor is its key, unless it is a stack."""
     architecture, tensors = open_folder(zoo_folder(model_type))
     for name in tensors:
@@ -93,9 +87,9 @@ def test_original_names_are_their_own_keys(zoo_folder: Folder, model_type: str) 
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_roles(zoo_folder: Folder, model_type: str) -> None:
+def test_roles(zoo_folder, model_type):
     architecture, tensors = open_folder(zoo_folder(model_type))
-    roles: dict[Role, list[str]] = {}
+    roles = {}
     for name in tensors:
         roles.setdefault(architecture.role(name), []).append(name)
     assert len(roles[Role.EMBEDDING]) == (2 if model_type == "gemma4_text" else 1)
@@ -112,7 +106,7 @@ def test_roles(zoo_folder: Folder, model_type: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_experts_of_a_layer(zoo_folder: Folder, model_type: str, fused: bool) -> None:
+def test_experts_of_a_layer(zoo_folder, model_type, fused):
     if model_type == "doge":
         pytest.skip("its experts are rows of an embedding, merged as one tensor")
     units = [unit for unit, _ in units_by_key(zoo_folder(model_type, fused=fused)).values()]
@@ -130,7 +124,7 @@ def test_experts_of_a_layer(zoo_folder: Folder, model_type: str, fused: bool) ->
     assert zoo.HIDDEN in shapes["down"] or model_type == "nemotron_h"
 
 
-def test_expert_keys_are_in_the_family_s_spelling(zoo_folder: Folder) -> None:
+def test_expert_keys_are_in_the_family_s_spelling(zoo_folder):
     expected = {
         "olmoe": "model.layers.1.mlp.experts.3.gate_proj.weight",
         "mixtral": "model.layers.1.block_sparse_moe.experts.3.w1.weight",
@@ -144,7 +138,7 @@ def test_expert_keys_are_in_the_family_s_spelling(zoo_folder: Folder) -> None:
         assert key in units_by_key(zoo_folder(model_type, fused=True))
 
 
-def test_gpt_oss_halves_are_what_the_forward_uses(zoo_folder: Folder) -> None:
+def test_gpt_oss_halves_are_what_the_forward_uses(zoo_folder):
     folder = zoo_folder("gpt_oss")
     stored = zoo.tensors(folder)["model.layers.0.mlp.experts.gate_up_proj"]
     units = units_by_key(folder)
@@ -156,7 +150,7 @@ def test_gpt_oss_halves_are_what_the_forward_uses(zoo_folder: Folder) -> None:
     torch.testing.assert_close(torch.nn.functional.linear(x, up), both[..., 1::2])
 
 
-def test_dbrx_flat_matrices(zoo_folder: Folder) -> None:
+def test_dbrx_flat_matrices(zoo_folder):
     folder = zoo_folder("dbrx")
     stored = zoo.tensors(folder)["transformer.blocks.2.ffn.experts.mlp.w2"]
     unit, down = units_by_key(folder)["transformer.blocks.2.ffn.experts.1.w2.weight"]
@@ -165,7 +159,7 @@ def test_dbrx_flat_matrices(zoo_folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_at_layer(zoo_folder: Folder, model_type: str) -> None:
+def test_at_layer(zoo_folder, model_type):
     architecture, tensors = open_folder(zoo_folder(model_type))
     for name in tensors:
         layer = architecture.layer_of(name)
@@ -180,7 +174,7 @@ def test_at_layer(zoo_folder: Folder, model_type: str) -> None:
     assert found == set(range(architecture.num_layers))
 
 
-def test_layer_key(zoo_folder: Folder) -> None:
+def test_layer_key(zoo_folder):
     for model_type, count, lists in (
         ("olmoe", "num_hidden_layers", ()),
         ("dbrx", "n_layers", ()),
@@ -195,7 +189,7 @@ def test_layer_key(zoo_folder: Folder) -> None:
         assert "moe_layers" not in key.lists
 
 
-def test_a_key_may_count_a_layer_twice(zoo_folder: Folder) -> None:
+def test_a_key_may_count_a_layer_twice(zoo_folder):
     """LongCat-Flash has two attentions in a layer, and may count those besides."""
     folder = zoo_folder("longcat_flash")
     config, tensors = zoo.read_config(folder), zoo.tensors(folder)
@@ -210,7 +204,7 @@ def test_a_key_may_count_a_layer_twice(zoo_folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_numbers_of_the_config(zoo_folder: Folder, model_type: str) -> None:
+def test_numbers_of_the_config(zoo_folder, model_type):
     architecture, tensors = open_folder(zoo_folder(model_type))
     assert architecture.model_type == model_type
     assert architecture.num_experts == (16 if model_type == "doge" else zoo.EXPERTS)
@@ -223,14 +217,14 @@ def test_numbers_of_the_config(zoo_folder: Folder, model_type: str) -> None:
     assert (named.head is None) == architecture.tied == tied
 
 
-def test_rows_of_routers_with_more_than_the_experts(zoo_folder: Folder) -> None:
+def test_rows_of_routers_with_more_than_the_experts(zoo_folder):
     inkling, tensors = open_folder(zoo_folder("inkling_text"))
     place = inkling.routers()[0]
     assert (tensors[place.weight].shape[0], place.rows) == (10, 8)
     assert {p.rows for p in open_folder(zoo_folder("longcat_flash"))[0].routers()} == {10}
 
 
-def test_routers_that_are_not_served_say_why(zoo_folder: Folder) -> None:
+def test_routers_that_are_not_served_say_why(zoo_folder):
     v4 = open_folder(zoo_folder("deepseek_v4"))[0]
     assert [place.served for place in v4.routers()] == [False, True, True]
     assert "hash-routed" in str(v4.routers()[0].reason)
@@ -242,18 +236,17 @@ def test_routers_that_are_not_served_say_why(zoo_folder: Folder) -> None:
         assert all(place.reason for place in places)
 
 
-def test_gate_by_layer(zoo_folder: Folder) -> None:
+def test_gate_by_layer(zoo_folder):
     architecture = open_folder(zoo_folder("deepseek_v3"))[0]
     assert architecture.gate(0) is None
     gate = architecture.gate(1)
-    assert gate is not None
     assert (gate.top_k, gate.groups, gate.top_groups) == (2, 2, 1)
 
 
 # --- checkpoints that transformers does not write here -------------------------------------------
-def test_multi_token_prediction_layers_are_read_and_passed_over(zoo_folder: Folder) -> None:
+def test_multi_token_prediction_layers_are_read_and_passed_over(zoo_folder):
     folder = zoo_folder("deepseek_v3")
-    tensors: dict[str, Any] = dict(zoo.tensors(folder))
+    tensors = dict(zoo.tensors(folder))
     for name in list(tensors):
         if ".layers.2." in name:
             tensors[name.replace(".layers.2.", ".layers.3.")] = tensors[name]
@@ -269,7 +262,7 @@ def test_multi_token_prediction_layers_are_read_and_passed_over(zoo_folder: Fold
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
-def test_multimodal_wrapper_pairs_up_with_its_text_model(zoo_folder: Folder, prefix: str) -> None:
+def test_multimodal_wrapper_pairs_up_with_its_text_model(zoo_folder, prefix):
     folder = zoo_folder("qwen3_5_moe_text")
     text = zoo.tensors(folder)
     wrapped = {
@@ -290,7 +283,7 @@ def test_multimodal_wrapper_pairs_up_with_its_text_model(zoo_folder: Folder, pre
     assert whole.at_layer(first.weight, 9) == f"{prefix}layers.9.mlp.gate.weight"
 
 
-def test_qwen3_vl_stacks_are_told_apart_by_the_hidden_size() -> None:
+def test_qwen3_vl_stacks_are_told_apart_by_the_hidden_size():
     config = {"model_type": "qwen3_vl_moe", "text_config": {
         "model_type": "qwen3_vl_moe_text", "hidden_size": 32, "num_experts": 4,
         "num_hidden_layers": 1, "num_experts_per_tok": 2}}  # fmt: skip
@@ -302,7 +295,7 @@ def test_qwen3_vl_stacks_are_told_apart_by_the_hidden_size() -> None:
         assert shapes == {"gate": (48, 32), "up": (48, 32), "down": (32, 48)}
 
 
-def test_minimax_m3_vision_checkpoint_pairs_up_with_the_text_model(zoo_folder: Folder) -> None:
+def test_minimax_m3_vision_checkpoint_pairs_up_with_the_text_model(zoo_folder):
     """The multimodal original stores experts one by one and gate and up apart."""
     text = open_folder(zoo_folder("minimax_m3_vl_text"))[0]
     names = ("gate_proj", "up_proj", "down_proj")
@@ -325,7 +318,7 @@ def test_minimax_m3_vision_checkpoint_pairs_up_with_the_text_model(zoo_folder: F
     assert theirs == {key for key in ours if ".mlp." in key}
 
 
-def test_dense_model_and_its_base(tmp_path: Path) -> None:
+def test_dense_model_and_its_base(tmp_path):
     architecture, tensors = open_folder(zoo.dense_llama(tmp_path, tied=True))
     assert architecture.family is None
     assert architecture.notice is None
@@ -341,7 +334,7 @@ def test_dense_model_and_its_base(tmp_path: Path) -> None:
     assert {base.key(name) for name in bare} == set(tensors)
 
 
-def test_gpt2_names() -> None:
+def test_gpt2_names():
     tensors = {
         name: Info((8, 8))
         for name in ("transformer.wte.weight", "transformer.h.0.attn.c_attn.weight",
@@ -356,7 +349,7 @@ def test_gpt2_names() -> None:
     assert [base.key(name) for name in bare] == list(tensors)
 
 
-def test_unknown_moe_is_read_tensor_by_tensor_with_a_notice() -> None:
+def test_unknown_moe_is_read_tensor_by_tensor_with_a_notice():
     tensors = {
         "model.layers.0.mlp.gate.weight": Info((4, 8)),
         "model.layers.0.mlp.experts.0.up_proj.weight": Info((8, 8)),
@@ -371,7 +364,7 @@ def test_unknown_moe_is_read_tensor_by_tensor_with_a_notice() -> None:
     assert architecture.routers() == ()
 
 
-def test_recognised_by_class_where_the_model_type_is_missing() -> None:
+def test_recognised_by_class_where_the_model_type_is_missing():
     name = "model.layers.0.mlp.gate.weight"
     config = {"architectures": ["OlmoeForCausalLM"], "num_hidden_layers": 1}
     found = Architecture.of(config, {name: Info((8, 8))})
@@ -379,7 +372,7 @@ def test_recognised_by_class_where_the_model_type_is_missing() -> None:
     assert found.routers()[0].gate is not None
 
 
-def test_two_tensors_never_share_a_key() -> None:
+def test_two_tensors_never_share_a_key():
     names = (
         "model.layers.0.mlp.up_proj.weight",
         "language_model.model.layers.0.mlp.up_proj.weight",
@@ -388,12 +381,12 @@ def test_two_tensors_never_share_a_key() -> None:
     assert {architecture.key(name) for name in names} == set(names)
 
 
-def test_unknown_name_is_refused() -> None:
+def test_unknown_name_is_refused():
     with pytest.raises(ArchitectureError, match="no tensor 'nowhere'"):
         Architecture.of({"model_type": "olmoe"}, {}).units("nowhere")
 
 
-def test_deepseek_v3_s_names_are_read_quickly() -> None:
+def test_deepseek_v3_s_names_are_read_quickly():
     tensors = {
         f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight": Info((2048, 7168))
         for layer in range(3, 61)
@@ -408,7 +401,7 @@ def test_deepseek_v3_s_names_are_read_quickly() -> None:
     assert time.process_time() - start < 3.0  # about 0.7 s on a quiet machine
 
 
-def test_a_row_may_call_experts_and_their_number_as_it_likes() -> None:
+def test_a_row_may_call_experts_and_their_number_as_it_likes():
     family = Family(
         ("toy_moe",),
         "Toy",

@@ -1,12 +1,8 @@
 """A config.json is compared with the tensors before a model is written."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,21 +11,21 @@ import multimodal_zoo
 import zoo
 from moemerge.architectures.config_check import check_config, check_model_config
 from moemerge.architectures.config_values import value_faults
-from moemerge.architectures.opened import OpenModel, open_model
+from moemerge.architectures.opened import open_model
 from moemerge.errors import ArchitectureError
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(tmp_path_factory):
     return zoo.build("olmoe", tmp_path_factory.mktemp("sound") / "model")
 
 
-def with_values(config: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+def with_values(config, values):
     """Return the config with other values; `...` removes a key."""
     return {name: value for name, value in {**config, **values}.items() if value is not ...}
 
 
-def changed(folder: Path, out: Path, **values: Any) -> Path:
+def changed(folder, out, **values):
     """Copy a model and change values of its config."""
     shutil.copytree(folder, out)
     config = with_values(zoo.read_config(folder), values)
@@ -37,19 +33,19 @@ def changed(folder: Path, out: Path, **values: Any) -> Path:
     return out
 
 
-def check(model: OpenModel, config: dict[str, Any], other: dict[str, Any] | None = None) -> None:
+def check(model, config, other=None):
     others = {} if other is None else {"other": other}
     check_config(config, model.checkpoint.tensors, "x/config.json", others=others)
 
 
 @pytest.mark.parametrize("family", [name for name in zoo.FAMILIES if zoo.installed(name)])
-def test_a_config_that_transformers_saved_passes(family: str, tmp_path: Path) -> None:
+def test_a_config_that_transformers_saved_passes(family, tmp_path):
     model = open_model("m", zoo.build(family, tmp_path / "model"))
     check(model, dict(model.checkpoint.config), dict(model.checkpoint.config))
 
 
 @pytest.mark.parametrize("qwen", [False, True])
-def test_a_dense_model_passes(qwen: bool, tmp_path: Path) -> None:
+def test_a_dense_model_passes(qwen, tmp_path):
     model = open_model("m", zoo.dense_llama(tmp_path / "model", qwen=qwen))
     config = dict(model.checkpoint.config)
     check(model, config, config)
@@ -57,12 +53,12 @@ def test_a_dense_model_passes(qwen: bool, tmp_path: Path) -> None:
         check(model, {**config, "intermediate_size": 15})
 
 
-def rope(**values: Any) -> dict[str, Any]:
+def rope(**values):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **values}}
 
 
 # Each value is wrong in every model alike: no comparison with another config reveals it.
-WRONG: list[tuple[dict[str, Any], str]] = [
+WRONG = [
     ({"num_attention_heads": 8}, "8 attention heads, 2 key-value heads .* make 8 rows"),
     ({"num_key_value_heads": 1}, "4 attention heads, 1 key-value heads .* make 8 rows"),
     ({"num_key_value_heads": 4}, "4 key-value heads .* make 32 rows, but .*k_proj.* has 16"),
@@ -121,7 +117,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), WRONG, ids=[str(values) for values, _ in WRONG])
-def test_a_wrong_value_is_refused(sound: Path, values: dict[str, Any], message: str) -> None:
+def test_a_wrong_value_is_refused(sound, values, message):
     model = open_model("m", sound)
     with pytest.raises(ArchitectureError, match=f"x/config.json: .*({message})"):
         check(model, with_values(dict(model.checkpoint.config), values))
@@ -142,12 +138,12 @@ def test_a_wrong_value_is_refused(sound: Path, values: dict[str, Any], message: 
     ],
     ids=str,
 )
-def test_unusual_values_that_load_are_accepted(sound: Path, values: dict[str, Any]) -> None:
+def test_unusual_values_that_load_are_accepted(sound, values):
     model = open_model("m", sound)
     check(model, with_values(dict(model.checkpoint.config), values))
 
 
-def test_activations_must_agree_between_models(sound: Path) -> None:
+def test_activations_must_agree_between_models(sound):
     model = open_model("m", sound)
     config = dict(model.checkpoint.config)
     with pytest.raises(ArchitectureError, match="hidden_act is 'gelu', but 'silu' in other"):
@@ -157,7 +153,7 @@ def test_activations_must_agree_between_models(sound: Path) -> None:
 
 
 @pytest.mark.parametrize("family", multimodal_zoo.FAMILIES)
-def test_an_encoder_of_images_may_use_its_own_rotary_type(family: str) -> None:
+def test_an_encoder_of_images_may_use_its_own_rotary_type(family):
     if not zoo.installed(family):
         pytest.skip(f"the installed transformers has no {family}")
     config = json.loads(multimodal_zoo.config(family).to_json_string(use_diff=False))
@@ -170,7 +166,7 @@ def test_an_encoder_of_images_may_use_its_own_rotary_type(family: str) -> None:
             assert "rope_type" in next(value_faults(whole, whole["text_config"]))
 
 
-def test_models_outside_the_family_table_pass(sound: Path) -> None:
+def test_models_outside_the_family_table_pass(sound):
     model = open_model("m", sound)
     config = {**model.checkpoint.config, "model_type": "of-tomorrow", "pad_token_id": "x"}
     check(model, config, config)
@@ -184,9 +180,7 @@ def test_models_outside_the_family_table_pass(sound: Path) -> None:
         ({"experts_implementation": "x"}, "experts_implementation is 'x'"),
     ],
 )
-def test_a_value_that_is_wrong_in_the_first_model_only(
-    sound: Path, tmp_path: Path, values: dict[str, Any], message: str
-) -> None:
+def test_a_value_that_is_wrong_in_the_first_model_only(sound, tmp_path, values, message):
     wrong = changed(sound, tmp_path / "wrong", **values)
     config = {
         "merge_method": "linear",
@@ -200,7 +194,7 @@ def test_a_value_that_is_wrong_in_the_first_model_only(
     assert [path.name for path in tmp_path.iterdir()] == ["wrong"]
 
 
-def test_a_lenient_merge_warns_and_writes(sound: Path, tmp_path: Path) -> None:
+def test_a_lenient_merge_warns_and_writes(sound, tmp_path):
     wrong = changed(sound, tmp_path / "wrong", pad_token_id=-math.inf)
     config = {"merge_method": "passthrough", "models": [{"model": str(wrong)}]}
     with pytest.raises(ArchitectureError, match=r"wrong/config.json: pad_token_id is -inf"):
@@ -214,7 +208,7 @@ def test_a_lenient_merge_warns_and_writes(sound: Path, tmp_path: Path) -> None:
         moemerge.swap_routers(wrong, sound, tmp_path / "out")
 
 
-def test_a_config_without_a_type_gets_that_of_its_class(sound: Path, tmp_path: Path) -> None:
+def test_a_config_without_a_type_gets_that_of_its_class(sound, tmp_path):
     """Otherwise the result loads only with the class named explicitly."""
     nameless = changed(sound, tmp_path / "nameless", model_type=...)
     config = {"merge_method": "passthrough", "models": [{"model": str(nameless)}]}
@@ -236,9 +230,7 @@ def test_a_config_without_a_type_gets_that_of_its_class(sound: Path, tmp_path: P
         ("deepseek_v3", {"first_k_dense_replace": 0}, "replace is 0, but layer 0 has no router"),
     ],
 )
-def test_layers_have_experts_where_the_config_states_it(
-    family: str, values: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_layers_have_experts_where_the_config_states_it(family, values, message, tmp_path):
     model = open_model("m", zoo.build(family, tmp_path / "model"))
     with pytest.raises(ArchitectureError, match=message):
         check(model, with_values(dict(model.checkpoint.config), values))

@@ -1,10 +1,6 @@
 """`inspect`'s words and numbers."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,20 +8,20 @@ import torch
 
 import quantised_zoo as qz
 import zoo
-from moemerge.architectures.describe import Description, describe, describe_gate
+from moemerge.architectures.describe import describe, describe_gate
 from moemerge.architectures.reading import find_quantised
 from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.checkpoint import Checkpoint
 from moemerge.runtime.dtypes import Dtype
 
 
-def described(folder: Path) -> Description:
+def described(folder):
     checkpoint = Checkpoint.open(folder)
     return describe(checkpoint.config, checkpoint.tensors)
 
 
 @pytest.mark.parametrize("model_type", zoo.FAMILIES)
-def test_numbers(zoo_folder: Callable[..., Path], model_type: str) -> None:
+def test_numbers(zoo_folder, model_type):
     folder = zoo_folder(model_type)
     tensors = zoo.tensors(folder)
     found = described(folder)
@@ -57,24 +53,24 @@ def test_numbers(zoo_folder: Callable[..., Path], model_type: str) -> None:
         ("jetmoe", False, "fused"),
     ],
 )
-def test_layout(zoo_folder: Callable[..., Path], model_type: str, fused: bool, words: str) -> None:
+def test_layout(zoo_folder, model_type, fused, words):
     assert described(zoo_folder(model_type, fused=fused)).layout == words
 
 
-def test_active_parameters_of_olmoe(zoo_folder: Callable[..., Path]) -> None:
+def test_active_parameters_of_olmoe(zoo_folder):
     found = described(zoo_folder("olmoe"))
     experts = 3 * 8 * 3 * 48 * 32  # layers, experts, projections
     assert found.parameters - found.active_parameters == experts * 6 // 8
     assert found.router_parameters == 3 * 8 * 32
 
 
-def test_dense_layers_and_shared_experts(zoo_folder: Callable[..., Path]) -> None:
+def test_dense_layers_and_shared_experts(zoo_folder):
     found = described(zoo_folder("deepseek_v3"))
     assert (found.moe_layers, found.dense_layers, found.shared_experts) == (2, 1, True)
     assert "best 1 of 2 groups" in str(found.gate)
 
 
-def test_reasons(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_reasons(zoo_folder, tmp_path):
     assert "sparsemixer" in str(described(zoo_folder("phimoe")).reason)
     assert "layers passed over: 0" in str(described(zoo_folder("deepseek_v4")).reason)
     dense = described(zoo.dense_llama(tmp_path))
@@ -82,7 +78,7 @@ def test_reasons(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
     assert "no experts" in str(dense.reason)
 
 
-def test_quantised_is_not_calibratable(zoo_folder: Callable[..., Path]) -> None:
+def test_quantised_is_not_calibratable(zoo_folder):
     folder = zoo_folder("olmoe")
     config = {**zoo.read_config(folder), "quantization_config": {"quant_method": "gptq"}}
     found = describe(config, zoo.tensors(folder))
@@ -90,7 +86,7 @@ def test_quantised_is_not_calibratable(zoo_folder: Callable[..., Path]) -> None:
     assert "gptq" in str(found.reason)
 
 
-def test_gate_in_words() -> None:
+def test_gate_in_words():
     gate = Gate(Score.SIGMOID, 2, normalised=False, selection_bias=BiasPlace.LOGITS, soft_cap=5.0)
     gate = replace(gate, scale=0.25)
     assert describe_gate(gate) == (
@@ -110,9 +106,7 @@ def test_gate_in_words() -> None:
         ("int8 a row", "int8 with a scale a row"),
     ],
 )
-def test_quantised_models(
-    zoo_folder: Callable[..., Path], tmp_path: Path, kind: str, words: str
-) -> None:
+def test_quantised_models(zoo_folder, tmp_path, kind, words):
     form = qz.KINDS[kind]
     plain = zoo_folder(form.family, dtype=torch.bfloat16, **form.sizes)
     folder = form.publish(plain, tmp_path / "quantised")
@@ -139,12 +133,12 @@ def test_quantised_models(
         ("model.layers.0.mlp.up_proj.weight_packed", Dtype.INT32, "packed"),
     ],
 )
-def test_tensors(name: str, dtype: Dtype, words: str) -> None:
+def test_tensors(name, dtype, words):
     found = find_quantised([{}], {name: SimpleNamespace(shape=(2, 2), dtype=dtype)})
     assert words in str(found)
 
 
-def test_config_and_plain() -> None:
+def test_config_and_plain():
     plain = {"model.norm.weight": SimpleNamespace(shape=(2,), dtype=Dtype.BFLOAT16)}
     section = {"quantization_config": {"quant_method": "mxfp4"}}
     assert "mxfp4" in str(find_quantised([section], plain))

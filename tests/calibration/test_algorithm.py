@@ -1,18 +1,10 @@
 """The whole calibration against Algorithm 1 written out, and against the model it wrote."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 import zoo
 from calibration import cases, dense
-
-CaseOf = Callable[..., cases.Case]
 
 SETTINGS = {
     "alpha": {"alpha": 0.5},
@@ -32,10 +24,8 @@ INITS = {"alpha": "average", "gamma": "zero"}  # where to start does not change 
         ("qwen3_moe", 2, "weights"),
     ],
 )
-def test_routers_are_those_of_algorithm_1(
-    family: str, sources: int, name: str, case_of: CaseOf, tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = SETTINGS[name]
+def test_routers_are_those_of_algorithm_1(family, sources, name, case_of, tmp_path):
+    settings = SETTINGS[name]
     case = case_of(family, sources=sources)
     init = INITS.get(name, "merged")
     case.calibrate(tmp_path / "out", measure=False, init=init, **settings)
@@ -49,9 +39,7 @@ def test_routers_are_those_of_algorithm_1(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_report_is_true_of_the_model_that_was_written(
-    dtype: torch.dtype, case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_the_report_is_true_of_the_model_that_was_written(dtype, case_of, tmp_path):
     """In bfloat16 this holds only if rounded routers made the next layers' features."""
     case = case_of("olmoe", dtype=dtype)
     report = case.calibrate(tmp_path / "out", dtype="float32")

@@ -1,12 +1,7 @@
 """Whatever is wrong ends in a message of ours, and nothing is written."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +11,6 @@ from calibration import cases
 from moemerge.architectures.opened import open_model
 from moemerge.errors import (
     ArchitectureError,
-    MoeMergeError,
     NumericalError,
     ResourceError,
     TokenizerError,
@@ -26,24 +20,20 @@ from moemerge.features import settings as streaming
 from moemerge.features.settings import forward_dtype
 from moemerge.lockstep import streams
 
-CaseOf = Callable[..., cases.Case]
-
 
 @pytest.fixture
-def case(case_of: CaseOf) -> cases.Case:
+def case(case_of):
     return case_of("olmoe")
 
 
-def refused(
-    case: cases.Case, tmp_path: Path, kind: type[MoeMergeError], match: str, **options: Any
-) -> None:
+def refused(case, tmp_path, kind, match, **options):
     out = tmp_path / "result" / "out"
     with pytest.raises(kind, match=match):
         case.calibrate(out, **options)
     assert not out.parent.exists()
 
 
-def test_names_must_match_on_both_sides(case: cases.Case, tmp_path: Path) -> None:
+def test_names_must_match_on_both_sides(case, tmp_path):
     math, code = case.data.values()
     refused(
         case,
@@ -56,9 +46,7 @@ def test_names_must_match_on_both_sides(case: cases.Case, tmp_path: Path) -> Non
     refused(case, tmp_path, UsageError, "no source given", sources={}, data={})
 
 
-def test_a_source_with_a_router_of_another_shape(
-    case: cases.Case, tmp_path: Path, zoo_folder: Callable[..., Path]
-) -> None:
+def test_a_source_with_a_router_of_another_shape(case, tmp_path, zoo_folder):
     for overrides, match in (
         (
             {"num_experts": 4},
@@ -71,16 +59,14 @@ def test_a_source_with_a_router_of_another_shape(
         refused(case, tmp_path, ArchitectureError, match, sources=sources)
 
 
-def test_a_source_of_another_family_or_depth(
-    case: cases.Case, tmp_path: Path, zoo_folder: Callable[..., Path]
-) -> None:
+def test_a_source_of_another_family_or_depth(case, tmp_path, zoo_folder):
     other = {**case.sources, "math": zoo_folder("mixtral")}
     refused(case, tmp_path, ArchitectureError, "is 'mixtral', but .* is 'olmoe'", sources=other)
     short = {**case.sources, "math": zoo_folder("olmoe", num_hidden_layers=2)}
     refused(case, tmp_path, ArchitectureError, "has no router in layer 2", sources=short)
 
 
-def with_tensor(folder: Path, out: Path, name: str, value: float) -> Path:
+def with_tensor(folder, out, name, value):
     shutil.copytree(folder, out)
     with zoo.edited(out) as tensors:
         tensors[name].view(-1)[-1] = value
@@ -98,16 +84,14 @@ def with_tensor(folder: Path, out: Path, name: str, value: float) -> Path:
         "model.embed_tokens.weight",  # a token that no text has
     ],
 )
-def test_nan_is_named_as_it_is_stored(name: str, case: cases.Case, tmp_path: Path) -> None:
+def test_nan_is_named_as_it_is_stored(name, case, tmp_path):
     bad = with_tensor(case.merged, tmp_path / "bad", name, float("nan"))
     broken = cases.Case(bad, case.sources, case.data)
     said = rf"bad: {name} holds NaN or infinity, in model\.safetensors"
     refused(broken, tmp_path, NumericalError, said)
 
 
-def test_a_merge_that_transformers_would_build_deeper_is_refused(
-    case: cases.Case, tmp_path: Path
-) -> None:
+def test_a_merge_that_transformers_would_build_deeper_is_refused(case, tmp_path):
     """Without a number of layers it takes its own, whose weights nobody has."""
     folder = tmp_path / "deeper"
     shutil.copytree(case.merged, folder)
@@ -121,7 +105,7 @@ def test_a_merge_that_transformers_would_build_deeper_is_refused(
 
 
 @pytest.mark.parametrize("which", ["merged", "math"])
-def test_nan_in_a_router_names_it(which: str, case: cases.Case, tmp_path: Path) -> None:
+def test_nan_in_a_router_names_it(which, case, tmp_path):
     name = "model.layers.2.mlp.gate.weight"
     models = {"merged": case.merged, **case.sources}
     models[which] = with_tensor(models[which], tmp_path / "bad", name, float("inf"))
@@ -129,7 +113,7 @@ def test_nan_in_a_router_names_it(which: str, case: cases.Case, tmp_path: Path) 
     refused(broken, tmp_path, NumericalError, rf"{name} \(layer 2\) holds NaN or infinity")
 
 
-def test_a_solve_that_does_not_converge(case: cases.Case, tmp_path: Path) -> None:
+def test_a_solve_that_does_not_converge(case, tmp_path):
     match = r"layer 0: .*gate.weight did not converge \(max_steps"
     refused(case, tmp_path, NumericalError, match, max_steps=2, strict=True)
     report = case.calibrate(tmp_path / "out", max_steps=2)
@@ -137,24 +121,20 @@ def test_a_solve_that_does_not_converge(case: cases.Case, tmp_path: Path) -> Non
     assert sum("did not converge" in notice for notice in report.notices) == 3
 
 
-def test_layers_that_do_not_exist(case_of: CaseOf, tmp_path: Path) -> None:
+def test_layers_that_do_not_exist(case_of, tmp_path):
     case = case_of("qwen3_moe")  # layer 0 is dense
     refused(case, tmp_path, UsageError, "the model has 3 layers", layers="2-7")
     refused(case, tmp_path, UsageError, "none of these layers has a router", layers="0")
     refused(case, tmp_path, UsageError, "the model has 2 layers", layers="last:3")
 
 
-def test_too_little_memory_is_told_before_the_work(
-    case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_is_told_before_the_work(case, tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "available_memory", lambda device: 100_000)
     match = r"(?s)calibration needs about .* MB on cpu.*usable.*lower `max_tokens`"
     refused(case, tmp_path, ResourceError, match, device="cpu")
 
 
-def test_activations_go_to_disk_where_memory_is_short(
-    case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_go_to_disk_where_memory_is_short(case, tmp_path, monkeypatch):
     plain = case.calibrate(tmp_path / "plain", device="cpu")
     parked = plain.memory - streams.PROCESS_BYTES  # which is there already
     monkeypatch.setattr(streaming, "available_memory", lambda device: parked)  # HEADROOM cuts it
@@ -163,16 +143,14 @@ def test_activations_go_to_disk_where_memory_is_short(
     assert cases.weights(tmp_path / "plain") == cases.weights(tmp_path / "spilled")
 
 
-def test_too_little_disk_is_told_before_the_work(
-    case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_is_told_before_the_work(case, tmp_path, monkeypatch):
     from moemerge.checkpoint import output
 
     monkeypatch.setattr(output, "free_disk", lambda folder: 1000)
     refused(case, tmp_path, ResourceError, "only 1.0 kB are free")
 
 
-def test_a_source_that_reads_other_tokens_is_not_streamed(case: cases.Case, tmp_path: Path) -> None:
+def test_a_source_that_reads_other_tokens_is_not_streamed(case, tmp_path):
     other = tmp_path / "math"
     shutil.copytree(case.sources["math"], other)
     zoo.tiny_tokenizer(other, words=tuple(reversed(cases.WORDS)))
@@ -188,7 +166,7 @@ def test_a_source_that_reads_other_tokens_is_not_streamed(case: cases.Case, tmp_
     case.calibrate(tmp_path / "out", sources=sources)  # its routers alone say nothing of tokens
 
 
-def test_a_quantised_model_is_refused(case: cases.Case, tmp_path: Path) -> None:
+def test_a_quantised_model_is_refused(case, tmp_path):
     folder = tmp_path / "quantised"
     shutil.copytree(case.merged, folder)
     zoo.edit_config(folder, quantization_config={"quant_method": "gptq"})
@@ -207,7 +185,7 @@ def test_a_quantised_model_is_refused(case: cases.Case, tmp_path: Path) -> None:
     )
 
 
-def test_auto_dtype_is_the_checkpoint_s_on_a_gpu_and_float32_on_a_cpu(case_of: CaseOf) -> None:
+def test_auto_dtype_is_the_checkpoint_s_on_a_gpu_and_float32_on_a_cpu(case_of):
     model = open_model("merged", case_of("olmoe", dtype=torch.bfloat16).merged)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert forward_dtype("auto", model, cpu) == torch.float32
@@ -217,5 +195,5 @@ def test_auto_dtype_is_the_checkpoint_s_on_a_gpu_and_float32_on_a_cpu(case_of: C
     assert forward_dtype("auto", double, cpu) == torch.float64
 
 
-def test_a_gamma_beyond_all_numbers_is_an_error(case: cases.Case, tmp_path: Path) -> None:
+def test_a_gamma_beyond_all_numbers_is_an_error(case, tmp_path):
     refused(case, tmp_path, NumericalError, "not finite", gamma=1e300)

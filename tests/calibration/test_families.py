@@ -1,10 +1,5 @@
 """Every family that can be served calibrates; what cannot be is refused or passed over."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 import multimodal_zoo
@@ -14,14 +9,13 @@ from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError
 
-CaseOf = Callable[..., cases.Case]
 REFUSED = ("zaya", "doge")
 EVERY = (*zoo.FAMILIES, *multimodal_zoo.FAMILIES)
 SERVED = zoo.by_kind(name for name in EVERY if name not in REFUSED)
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_a_family_calibrates(family: str, case_of: CaseOf, tmp_path: Path) -> None:
+def test_a_family_calibrates(family, case_of, tmp_path):
     case = case_of(family)
     out = tmp_path / "out"
     report = case.calibrate(out, measure=False)
@@ -40,15 +34,13 @@ def test_a_family_calibrates(family: str, case_of: CaseOf, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_family_that_cannot_be_served_is_refused(
-    family: str, case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_a_family_that_cannot_be_served_is_refused(family, case_of, tmp_path):
     with pytest.raises(ArchitectureError, match=f"routers of {family} cannot be calibrated"):
         case_of(family).calibrate(tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dense_model_is_refused(tmp_path: Path) -> None:
+def test_a_dense_model_is_refused(tmp_path):
     dense = zoo.dense_llama(tmp_path / "dense")
     case = cases.make_case(dense, tmp_path)
     with pytest.raises(ArchitectureError, match="no experts"):

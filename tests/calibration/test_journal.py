@@ -1,12 +1,7 @@
 """A killed run goes on where it ended, and ends with the same bytes."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +12,6 @@ from moemerge.features import settings
 from moemerge.runtime.journals import journal_path
 from moemerge.runtime.progress import Silent
 from processes import python
-
-CaseOf = Callable[..., cases.Case]
 
 KILLED = """
 import json, os, signal, sys
@@ -41,7 +34,7 @@ for job in json.loads(sys.argv[1]):  # each in a process of its own; imports are
 """
 
 
-def kill_after_two_layers(case: cases.Case, settings_of: Mapping[Path, dict[str, Any]]) -> None:
+def kill_after_two_layers(case, settings_of):
     jobs = [
         {
             "merged": str(case.merged),
@@ -60,15 +53,15 @@ def kill_after_two_layers(case: cases.Case, settings_of: Mapping[Path, dict[str,
 
 
 class Interrupting(Silent):
-    def __init__(self, words: str = "layer 0:") -> None:
+    def __init__(self, words="layer 0:"):
         self.words = words
 
-    def note(self, message: str) -> None:
+    def note(self, message):
         if self.words in message:
             raise KeyboardInterrupt
 
 
-def interrupt_after_two_layers(case: cases.Case, out: Path, **settings: Any) -> None:
+def interrupt_after_two_layers(case, out, **settings):
     """The journal of a killed run, without the seconds that another process takes to start."""
     with pytest.raises(KeyboardInterrupt):
         case.calibrate(out, progress=Interrupting("layer 1:"), device="cpu", **settings)
@@ -78,9 +71,9 @@ def interrupt_after_two_layers(case: cases.Case, out: Path, **settings: Any) -> 
     ]  # fmt: skip
 
 
-def test_a_killed_run_resumes_to_the_same_bytes(case_of: CaseOf, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_bytes(case_of, tmp_path):
     case = case_of("gpt_oss")
-    settings_of: dict[Path, dict[str, Any]] = {
+    settings_of = {
         tmp_path / "plain" / "out": {"device": "cpu"},
         tmp_path / "sources" / "out": {
             "device": "cpu",
@@ -99,11 +92,11 @@ def test_a_killed_run_resumes_to_the_same_bytes(case_of: CaseOf, tmp_path: Path)
         assert not cases.leftovers(out)
 
 
-def _timeless(row: dict[str, Any]) -> dict[str, Any]:
+def _timeless(row):
     return {key: value for key, value in row.items() if key != "seconds"}
 
 
-def test_another_run_is_not_resumed(case_of: CaseOf, tmp_path: Path) -> None:
+def test_another_run_is_not_resumed(case_of, tmp_path):
     case = case_of("olmoe")
     out = tmp_path / "out"
     interrupt_after_two_layers(case, out)
@@ -124,9 +117,7 @@ def test_another_run_is_not_resumed(case_of: CaseOf, tmp_path: Path) -> None:
     assert report.resumed == 2
 
 
-def test_other_batches_are_another_run(
-    case_of: CaseOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_batches_are_another_run(case_of, tmp_path, monkeypatch):
     """A larger GPU takes longer batches, which round otherwise."""
     case, out = case_of("olmoe"), tmp_path / "out"
     interrupt_after_two_layers(case, out)
@@ -135,7 +126,7 @@ def test_other_batches_are_another_run(
         case.calibrate(out, device="cpu")
 
 
-def test_any_change_of_a_merged_router_is_another_run(case_of: CaseOf, tmp_path: Path) -> None:
+def test_any_change_of_a_merged_router_is_another_run(case_of, tmp_path):
     """Not only one that a sample of its bytes would show."""
     case = case_of("olmoe")
     merged = tmp_path / "merged"
@@ -151,13 +142,13 @@ def test_any_change_of_a_merged_router_is_another_run(case_of: CaseOf, tmp_path:
         case.calibrate(tmp_path / "out", sources=order)
 
 
-def test_what_was_noticed_before_the_end_is_not_forgotten(case_of: CaseOf, tmp_path: Path) -> None:
+def test_what_was_noticed_before_the_end_is_not_forgotten(case_of, tmp_path):
     case = case_of("olmoe")
     out = tmp_path / "out"
     whole = case.calibrate(tmp_path / "whole", max_steps=2)
     assert len(whole.notices) >= 3
 
-    def interrupted() -> None:
+    def interrupted():
         with pytest.raises(KeyboardInterrupt):
             case.calibrate(out, max_steps=2, progress=Interrupting(" s left"))
 
@@ -172,13 +163,13 @@ def test_what_was_noticed_before_the_end_is_not_forgotten(case_of: CaseOf, tmp_p
     assert not out.exists()
 
 
-def test_what_strict_refuses_is_not_lost(case_of: CaseOf, tmp_path: Path) -> None:
+def test_what_strict_refuses_is_not_lost(case_of, tmp_path):
     """Layers that were finished before serve a run without --strict."""
     case, out = case_of("olmoe"), tmp_path / "out"
     whole = case.calibrate(tmp_path / "whole", layers="1-2")
     first, second = (row["iterations"] for row in whole.layers)
     assert first < second
-    settings: dict[str, Any] = {"layers": "1-2", "max_steps": first}
+    settings = {"layers": "1-2", "max_steps": first}
     with pytest.raises(NumericalError, match=r"layer 2: .* did not converge"):
         case.calibrate(out, strict=True, **settings)
     assert cases.leftovers(out) == [".out.journal"]
@@ -186,7 +177,7 @@ def test_what_strict_refuses_is_not_lost(case_of: CaseOf, tmp_path: Path) -> Non
     assert not cases.leftovers(out)
 
 
-def test_a_journal_that_is_a_link_is_refused(case_of: CaseOf, tmp_path: Path) -> None:
+def test_a_journal_that_is_a_link_is_refused(case_of, tmp_path):
     case, out = case_of("olmoe"), tmp_path / "out"
     (tmp_path / "elsewhere").mkdir()
     journal_path(out).symlink_to(tmp_path / "elsewhere")
@@ -195,7 +186,7 @@ def test_a_journal_that_is_a_link_is_refused(case_of: CaseOf, tmp_path: Path) ->
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_run_that_cannot_succeed_leaves_no_journal(case_of: CaseOf, tmp_path: Path) -> None:
+def test_a_run_that_cannot_succeed_leaves_no_journal(case_of, tmp_path):
     with pytest.raises(NumericalError, match="did not converge"):
         case_of("olmoe").calibrate(tmp_path / "deep" / "out", max_steps=2, strict=True)
     assert not list(tmp_path.iterdir())

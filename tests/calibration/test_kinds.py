@@ -1,11 +1,6 @@
 """What models have besides a plain softmax router: biases, extra layers, tied heads, adapters."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,28 +16,26 @@ from moemerge.features.router_stream import RouterStream
 from moemerge.text.batches import make_batches
 from moemerge.text.domains import Domain
 
-CaseOf = Callable[..., cases.Case]
 
-
-def single_file(folder: Path) -> Path:
+def single_file(folder):
     (found,) = folder.glob("*.safetensors")
     return found
 
 
-def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def edit(folder, change):
     tensors = load_file(single_file(folder))
     change(tensors)
     save_file(tensors, single_file(folder), metadata={"format": "pt"})
 
 
-def test_selection_biases_stay_and_are_used_to_measure(case_of: CaseOf, tmp_path: Path) -> None:
+def test_selection_biases_stay_and_are_used_to_measure(case_of, tmp_path):
     """A bias that rules an expert out must show in the agreement, and never in the router."""
     case = case_of("deepseek_v3", n_group=1, topk_group=1)
     moved = tmp_path / "math"
     shutil.copytree(case.sources["math"], moved)
-    shifted: list[str] = []
+    shifted = []
 
-    def shift(tensors: dict[str, torch.Tensor]) -> None:
+    def shift(tensors):
         for name in tensors:
             if name.endswith("e_score_correction_bias"):
                 tensors[name][: zoo.EXPERTS // 2] -= 100.0  # the source chooses the others alone
@@ -62,7 +55,7 @@ def test_selection_biases_stay_and_are_used_to_measure(case_of: CaseOf, tmp_path
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_router_biases_are_solved_for(mixed: bool, case_of: CaseOf, tmp_path: Path) -> None:
+def test_router_biases_are_solved_for(mixed, case_of, tmp_path):
     """gpt_oss: [W b] on x with a 1; judged on the written model by a forward of its own.
 
     Mixed: weights in bfloat16 and biases in float32, each rounded to its own dtype.
@@ -82,7 +75,7 @@ def test_router_biases_are_solved_for(mixed: bool, case_of: CaseOf, tmp_path: Pa
     x = dense.router_inputs(model, gate, case.rows()["code"])
     ones = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], dim=1)
 
-    def whole(folder: Path) -> torch.Tensor:
+    def whole(folder):
         stored = zoo.tensors(folder)
         return torch.cat([stored[name + "weight"], stored[name + "bias"][:, None]], dim=1)
 
@@ -90,7 +83,7 @@ def test_router_biases_are_solved_for(mixed: bool, case_of: CaseOf, tmp_path: Pa
     assert row["kl_after"]["code"] == pytest.approx(kl, rel=1e-3)
 
 
-def test_the_model_goes_on_with_the_bias_that_is_stored(case_of: CaseOf, tmp_path: Path) -> None:
+def test_the_model_goes_on_with_the_bias_that_is_stored(case_of, tmp_path):
     """Weight and bias may have dtypes of their own: each is rounded to its own, not more."""
     shutil.copytree(case_of("gpt_oss", dtype=torch.bfloat16).merged, tmp_path / "merged")
     edit(tmp_path / "merged", _widen_router_biases)
@@ -107,14 +100,12 @@ def test_the_model_goes_on_with_the_bias_that_is_stored(case_of: CaseOf, tmp_pat
         assert torch.equal(stop.weight, weight.bfloat16().float())
 
 
-def _widen_router_biases(tensors: dict[str, torch.Tensor]) -> None:
+def _widen_router_biases(tensors):
     for name in [name for name in tensors if name.endswith("router.bias")]:
         tensors[name] = tensors[name].float()
 
 
-def test_dense_layers_in_between_are_no_layers_with_routers(
-    case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_dense_layers_in_between_are_no_layers_with_routers(case_of, tmp_path):
     case = case_of("mellum")  # sparse, dense, sparse
     report = case.calibrate(tmp_path / "all")
     assert [row["layer"] for row in report.layers] == [0, 2]
@@ -126,7 +117,7 @@ def test_dense_layers_in_between_are_no_layers_with_routers(
     assert cases.weights(tmp_path / "last") == cases.weights(tmp_path / "named")
 
 
-def test_mtp_layers_are_kept_and_passed_over(case_of: CaseOf, tmp_path: Path) -> None:
+def test_mtp_layers_are_kept_and_passed_over(case_of, tmp_path):
     """A fourth layer on disk, of which the config's three know nothing."""
     case = case_of("glm4_moe")
     models = {"merged": case.merged, **case.sources}
@@ -146,13 +137,13 @@ def test_mtp_layers_are_kept_and_passed_over(case_of: CaseOf, tmp_path: Path) ->
     assert [row["kl_after"] for row in plain.layers] == [row["kl_after"] for row in report.layers]
 
 
-def _add_layer(tensors: dict[str, torch.Tensor]) -> None:
+def _add_layer(tensors):
     own = {n: t for n, t in tensors.items() if n.startswith("model.layers.2.")}
     tensors |= {n.replace("layers.2", "layers.3"): t.clone() for n, t in own.items()}
     tensors["model.layers.3.enorm.weight"] = own["model.layers.2.input_layernorm.weight"].clone()
 
 
-def test_tied_embeddings_stay_tied(case_of: CaseOf, tmp_path: Path) -> None:
+def test_tied_embeddings_stay_tied(case_of, tmp_path):
     case = case_of("olmoe", tie_word_embeddings=True)
     report = case.calibrate(tmp_path / "out")
     assert "lm_head.weight" not in zoo.tensors(tmp_path / "out")
@@ -161,7 +152,7 @@ def test_tied_embeddings_stay_tied(case_of: CaseOf, tmp_path: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_rows_that_are_no_routed_experts_stay(case_of: CaseOf, tmp_path: Path) -> None:
+def test_rows_that_are_no_routed_experts_stay(case_of, tmp_path):
     """Inkling's router has a row for each shared expert as well."""
     case = case_of("inkling_text")
     report = case.calibrate(tmp_path / "out")
@@ -173,9 +164,7 @@ def test_rows_that_are_no_routed_experts_stay(case_of: CaseOf, tmp_path: Path) -
         assert not torch.equal(old[: zoo.EXPERTS], new[: zoo.EXPERTS])
 
 
-def test_sources_in_another_layout_give_the_same_routers(
-    case_of: CaseOf, tmp_path: Path, zoo_folder: Callable[..., Path]
-) -> None:
+def test_sources_in_another_layout_give_the_same_routers(case_of, tmp_path, zoo_folder):
     """Paired by what a tensor is: fused experts and missing prefixes do not matter."""
     case = case_of("mixtral")
     bare = {}
@@ -192,7 +181,7 @@ def test_sources_in_another_layout_give_the_same_routers(
     assert cases.weights(tmp_path / "one") == cases.weights(tmp_path / "two")
 
 
-def test_only_routers_are_read_of_the_sources(case_of: CaseOf, tmp_path: Path) -> None:
+def test_only_routers_are_read_of_the_sources(case_of, tmp_path):
     """A source that holds its routers and nothing else will do."""
     case = case_of("olmoe")
     bare = {}
@@ -205,13 +194,13 @@ def test_only_routers_are_read_of_the_sources(case_of: CaseOf, tmp_path: Path) -
     assert cases.weights(tmp_path / "one") == cases.weights(tmp_path / "two")
 
 
-def edit_to_routers(folder: Path) -> None:
+def edit_to_routers(folder):
     tensors = load_file(single_file(folder))
     kept = {name: t for name, t in tensors.items() if name.endswith("mlp.gate.weight")}
     save_file(kept, single_file(folder), metadata={"format": "pt"})
 
 
-def test_shards_are_kept(case_of: CaseOf, tmp_path: Path) -> None:
+def test_shards_are_kept(case_of, tmp_path):
     case = case_of("olmoe", shard_size="60KB")
     case.calibrate(tmp_path / "out")
     names = {path.name for path in case.merged.iterdir()}
@@ -225,7 +214,7 @@ def test_shards_are_kept(case_of: CaseOf, tmp_path: Path) -> None:
 RANK = 2
 
 
-def adapter_of(folder: Path, model: Path) -> Path:
+def adapter_of(folder, model):
     """A LoRA of every router and of the experts' last projections."""
     generator = torch.Generator().manual_seed(5)
     factors = {}
@@ -238,14 +227,14 @@ def adapter_of(folder: Path, model: Path) -> Path:
     return zoo.adapter(folder, factors, lora_alpha=RANK)
 
 
-def test_a_lora_on_another_fine_tune(case_of: Any, tmp_path: Path) -> None:
+def test_a_lora_on_another_fine_tune(case_of, tmp_path):
     """The sources are the fine-tune, and the model that the LoRA was trained on, with it."""
     case = case_of("olmoe")
     base, math = case.merged, case.sources["math"]
     lora = adapter_of(tmp_path / "lora", base)
     zoo.tiny_tokenizer(lora)
     model = f"{math}+{lora}"
-    options: dict[str, Any] = {
+    options = {
         "sources": {"math": math, "code": f"{base}+{lora}"},
         "data": {name: case.data[name] for name in ("math", "code")},
         "device": "cpu",
@@ -262,7 +251,7 @@ def test_a_lora_on_another_fine_tune(case_of: Any, tmp_path: Path) -> None:
     zoo.assert_loads(tmp_path / "refitted")
 
 
-GPU_SETTINGS: dict[str, dict[str, Any]] = {
+GPU_SETTINGS = {
     "plain": {},
     "cpu": {"offload": "cpu"},
     "disk": {"offload": "disk"},
@@ -275,9 +264,7 @@ GPU_SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", GPU_SETTINGS.values(), ids=GPU_SETTINGS)
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "gpt_oss", "jetmoe"])
-def test_the_device_does_not_matter(
-    family: str, settings: dict[str, Any], case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_the_device_does_not_matter(family, settings, case_of, tmp_path):
     case = case_of(family)
     near, tight = (2e-2, {}) if "objective" in settings else (1e-4, {"rtol": 1e-9})
     cpu = case.calibrate(tmp_path / "cpu", device="cpu", **settings, **tight)
@@ -293,7 +280,7 @@ def test_the_device_does_not_matter(
 
 
 @pytest.mark.gpu
-def test_a_bfloat16_checkpoint_runs_in_bfloat16(case_of: CaseOf, tmp_path: Path) -> None:
+def test_a_bfloat16_checkpoint_runs_in_bfloat16(case_of, tmp_path):
     case = case_of("olmoe", dtype=torch.bfloat16)
     report = case.calibrate(tmp_path / "out", device="cuda")
     assert report.dtype == "bfloat16"
@@ -303,7 +290,7 @@ def test_a_bfloat16_checkpoint_runs_in_bfloat16(case_of: CaseOf, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["deepseek fp8", "gpt-oss mxfp4", "kimi int4", "llama4 fp8 a row"])
-def test_only_the_routers_change(case_of: Any, tmp_path: Path, kind: str) -> None:
+def test_only_the_routers_change(case_of, tmp_path, kind):
     form = qz.KINDS[kind]
     case = case_of(form.family, dtype=torch.bfloat16, **form.sizes)
     merged = form.publish(case.merged, tmp_path / "quantised", shards=2)
@@ -325,11 +312,11 @@ def test_only_the_routers_change(case_of: Any, tmp_path: Path, kind: str) -> Non
     assert zoo.read_config(tmp_path / "out") == zoo.read_config(merged)
 
 
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def equal(a, b):
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def test_routers_that_are_quantised_themselves(case_of: Any, tmp_path: Path) -> None:
+def test_routers_that_are_quantised_themselves(case_of, tmp_path):
     case = case_of("olmoe", dtype=torch.bfloat16)
     merged = qz.convert(
         case.merged,
@@ -345,7 +332,7 @@ def test_routers_that_are_quantised_themselves(case_of: Any, tmp_path: Path) -> 
     shutil.rmtree(merged)
 
 
-def test_the_original_as_the_only_source(case_of: Any, tmp_path: Path) -> None:
+def test_the_original_as_the_only_source(case_of, tmp_path):
     """Its router is the quantised model's own: only its routing on its own features repairs."""
     case = case_of("olmoe", dtype=torch.bfloat16)
     original = case.merged

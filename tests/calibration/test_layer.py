@@ -1,12 +1,9 @@
 """One router: tensors in, a rounded router and honest numbers out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from calibration import dense
 from moemerge.architectures.rules import Gate, Score
@@ -20,9 +17,7 @@ EXPERTS, WIDTH, TOKENS = 6, 5, 80
 GATE = Gate(Score.SOFTMAX, top_k=2)
 
 
-def problem(
-    dtype: torch.dtype = torch.float32, *, bias: bool = False, scale: float = 1.0, **more: object
-) -> tuple[LayerProblem, list[Tensor]]:
+def problem(dtype=torch.float32, *, bias=False, scale=1.0, **more):
     """Two domains; features in blocks of unequal length."""
     generator = torch.Generator().manual_seed(3)
     columns = WIDTH + bias
@@ -41,13 +36,13 @@ def problem(
         dtypes=(dtype, dtype if bias else None),
         selection_bias=None,
         source_biases={"a": None, "b": None},
-        **more,  # type: ignore[arg-type]
+        **more,
     )
     return found, features
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_solution_is_the_dense_one(bias: bool) -> None:
+def test_the_solution_is_the_dense_one(bias):
     found, features = problem(bias=bias)
     result = calibrate_layer(found, SolveSettings(), start=found.merged)
     if bias:
@@ -59,7 +54,7 @@ def test_the_solution_is_the_dense_one(bias: bool) -> None:
         torch.testing.assert_close(result.bias.double(), expected[:, WIDTH], atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_measured_is_the_rounded_router() -> None:
+def test_what_is_measured_is_the_rounded_router():
     found, features = problem(torch.bfloat16)
     result = calibrate_layer(found, SolveSettings(), start=found.merged)
     assert result.weight.dtype == torch.bfloat16
@@ -71,20 +66,20 @@ def test_what_is_measured_is_the_rounded_router() -> None:
         assert abs(kl - unrounded) > 1e-5 * kl
 
 
-def test_a_router_that_does_not_fit_its_dtype_is_refused() -> None:
+def test_a_router_that_does_not_fit_its_dtype_is_refused():
     found, _ = problem(torch.float16, scale=1e6)
     with pytest.raises(NumericalError, match=r"does not fit into torch\.float16"):
         calibrate_layer(found, SolveSettings(curvature=Curvature.IDENTITY), start=found.merged)
 
 
-def test_a_router_without_any_curvature_stays() -> None:
+def test_a_router_without_any_curvature_stays():
     """Every token is routed with certainty: nothing can be learnt, and nothing may be lost."""
     found, _ = problem(scale=1e6)
     result = calibrate_layer(found, SolveSettings(), start=found.merged)
     assert torch.equal(result.weight, found.merged.float())
 
 
-def test_exact_ends_alike_whatever_the_damping_of_its_start() -> None:
+def test_exact_ends_alike_whatever_the_damping_of_its_start():
     found, _ = problem(scale=0.5)
     ends = [
         calibrate_layer(found, SolveSettings(alpha=alpha), start=found.merged, exact=True).exact
@@ -95,7 +90,7 @@ def test_exact_ends_alike_whatever_the_damping_of_its_start() -> None:
     assert damped[-1] == pytest.approx(free[-1], rel=2e-3)
 
 
-def test_preconditioners_that_were_given_up_are_listed() -> None:
+def test_preconditioners_that_were_given_up_are_listed():
     found, _ = problem()
     result = calibrate_layer(found, SolveSettings(), start=found.merged)
     (last,) = result.solution.trials
@@ -109,7 +104,7 @@ def test_preconditioners_that_were_given_up_are_listed() -> None:
     ]
 
 
-def test_a_newton_iteration_that_ends_early_is_told_as_such() -> None:
+def test_a_newton_iteration_that_ends_early_is_told_as_such():
     found, _ = problem(scale=2.0)
     result = calibrate_layer(found, SolveSettings(), start=found.merged, exact=True)
     assert result.exact is not None
@@ -120,7 +115,7 @@ def test_a_newton_iteration_that_ends_early_is_told_as_such() -> None:
     assert layer_row(0, "gate", cut, 0.1)["notices"][0].startswith("layer 0: gate did not converge")
 
 
-def test_a_rise_of_the_divergence_says_where_it_comes_from() -> None:
+def test_a_rise_of_the_divergence_says_where_it_comes_from():
     """Two ways to lose: the damping of a merge that is optimal, and a gap that is no small one."""
     found, _ = problem(scale=0.2)
     result = calibrate_layer(found, SolveSettings(), start=found.merged)
@@ -133,7 +128,6 @@ def test_a_rise_of_the_divergence_says_where_it_comes_from() -> None:
     assert "damping outweighs" in damped.rise
     far, _ = problem(scale=4.0)
     least = calibrate_layer(far, SolveSettings(), start=far.merged, exact=True).exact
-    assert least is not None
     left = calibrate_layer(
         replace(far, merged=least.weight), SolveSettings(alpha=1.0), start=far.merged
     )
@@ -141,7 +135,7 @@ def test_a_rise_of_the_divergence_says_where_it_comes_from() -> None:
     assert "quadratic model" in left.rise
 
 
-def test_a_row_holds_no_number_that_json_lacks() -> None:
+def test_a_row_holds_no_number_that_json_lacks():
     found, _ = problem()
     result = calibrate_layer(found, SolveSettings(), start=found.merged)
     broken = result.solution.cg.__class__(
@@ -153,8 +147,8 @@ def test_a_row_holds_no_number_that_json_lacks() -> None:
     assert row["status"] == "non_finite"
 
 
-def test_totals_are_means_over_routers() -> None:
-    def row(kl: float, status: str) -> dict[str, object]:
+def test_totals_are_means_over_routers():
+    def row(kl, status):
         per_domain = {key: {"a": kl} for key in ("kl_before", "kl_after")}
         per_domain |= {key: {"a": 2 * kl} for key in ("mismatch_before", "mismatch_after")}
         return {"status": status, "iterations": 10, "tokens": {"a": 7}, **per_domain}

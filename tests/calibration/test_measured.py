@@ -1,11 +1,8 @@
 """What a calibration did to the routing on rows that it has not seen, in report, card and table."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,11 +16,11 @@ from moemerge.diagnosis.page import loss_notices
 
 
 @pytest.fixture(scope="module")
-def case(case_of: Any) -> cases.Case:
+def case(case_of):
     return case_of("olmoe", num_hidden_layers=2, rows=110)
 
 
-def test_it_is_what_diagnose_measures(case: cases.Case, tmp_path: Path) -> None:
+def test_it_is_what_diagnose_measures(case, tmp_path):
     out = tmp_path / "out"
     report = case.calibrate(out)
     figures = report.diagnosis
@@ -53,7 +50,7 @@ def test_it_is_what_diagnose_measures(case: cases.Case, tmp_path: Path) -> None:
     assert f"math {losses[0]:.3f}→{losses[1]:.3f}" in shown
 
 
-def test_a_loss_that_rises_is_told() -> None:
+def test_a_loss_that_rises_is_told():
     figures = {
         "loss_before": {"math": 1.2, "code": 1.0, "chat": None},
         "loss_after": {"math": 1.25, "code": 1.009, "chat": 2.0},
@@ -62,7 +59,7 @@ def test_a_loss_that_rises_is_told() -> None:
     assert notice.startswith("math: on the rows held out the next-token loss rose from 1.200 to")
 
 
-def test_routers_that_suit_no_expert_are_told(zoo_folder: Any, tmp_path: Path) -> None:
+def test_routers_that_suit_no_expert_are_told(zoo_folder, tmp_path):
     """Sources whose routers send every token to the wrong experts."""
     case = cases.make_case(zoo_folder("olmoe", num_hidden_layers=2), tmp_path, rows=110)
     for folder in case.sources.values():
@@ -85,7 +82,7 @@ def test_routers_that_suit_no_expert_are_told(zoo_folder: Any, tmp_path: Path) -
     assert told == rose
 
 
-def test_it_can_be_left_out(case: cases.Case, tmp_path: Path) -> None:
+def test_it_can_be_left_out(case, tmp_path):
     assert case.calibrate(tmp_path / "a", measure=False).diagnosis is None
     assert case.calibrate(tmp_path / "b", limit=20).diagnosis is None  # too few rows to hold out
     assert "own features" not in (tmp_path / "a" / "README.md").read_text()
@@ -93,13 +90,12 @@ def test_it_can_be_left_out(case: cases.Case, tmp_path: Path) -> None:
     assert routers[0].keys() == routers[1].keys()
 
 
-def test_rows_that_were_fitted_are_never_called_held_out(case: cases.Case, tmp_path: Path) -> None:
+def test_rows_that_were_fitted_are_never_called_held_out(case, tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text("".join(case.data["code"].read_text().splitlines(keepends=True)[:20]))
     out, notes = tmp_path / "out", zoo.Notes()
     report = case.calibrate(out, data={**case.data, "code": few}, progress=notes)
     figures = report.diagnosis
-    assert figures is not None
     assert list(figures["tokens"]) == list(figures["loss_after"]) == ["math"]
     assert figures["not_held_out"] == ["code"]
     assert report.not_held_out == ("code",)
@@ -114,9 +110,7 @@ def test_rows_that_were_fitted_are_never_called_held_out(case: cases.Case, tmp_p
     assert any(note.startswith("code: no rows are held out") for note in notes.said)
 
 
-def test_a_source_that_cannot_be_run_still_gives_its_routers(
-    case: cases.Case, tmp_path: Path
-) -> None:
+def test_a_source_that_cannot_be_run_still_gives_its_routers(case, tmp_path):
     broken = Path(cases.shutil.copytree(case.sources["math"], tmp_path / "math"))
     with zoo.edited(broken) as tensors:
         del tensors["model.norm.weight"]
@@ -129,7 +123,7 @@ def test_a_source_that_cannot_be_run_still_gives_its_routers(
     assert any("not measured" in note or "not be measured" in note for note in notes.said)
 
 
-def test_text_that_cannot_be_read_is_one_error(case: cases.Case, tmp_path: Path) -> None:
+def test_text_that_cannot_be_read_is_one_error(case, tmp_path):
     broken, notes = tmp_path / "broken.jsonl", zoo.Notes()
     broken.write_text('{"conversations": [{"from": "human", "value": "one"}]}\n' * 120)
     with pytest.raises(moemerge.DataError, match="needs a chat template"):
@@ -137,7 +131,7 @@ def test_text_that_cannot_be_read_is_one_error(case: cases.Case, tmp_path: Path)
     assert notes.said == []
 
 
-def test_what_is_to_be_said_of_the_text_is_said_once(case: cases.Case, tmp_path: Path) -> None:
+def test_what_is_to_be_said_of_the_text_is_said_once(case, tmp_path):
     """It is read for the calibration, and again to measure what that did."""
     data = {}
     for name, file in case.data.items():

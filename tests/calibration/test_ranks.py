@@ -1,10 +1,6 @@
 """Several processes calibrate together (torchrun, gloo)."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,9 +30,7 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_a_process_that_dies_ends_the_others_and_one_resumes(
-    zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_process_that_dies_ends_the_others_and_one_resumes(zoo_folder, tmp_path):
     case = cases.make_case(zoo_folder("olmoe"), tmp_path, rows=8)
     options = {"sources": case.sources, "data": case.data, **EXACT}
     one = job("calibrate", case.merged, tmp_path / "out", report=tmp_path / "report", **options)
@@ -66,9 +60,7 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_weights_that_one_process_cannot_read_end_all(
-    zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_weights_that_one_process_cannot_read_end_all(zoo_folder, tmp_path):
     case = cases.make_case(zoo_folder("olmoe"), tmp_path, rows=8)
     options = {"sources": case.sources, "data": case.data, **EXACT}
     one = job("calibrate", case.merged, tmp_path / "out", report=tmp_path / "report", **options)
@@ -94,9 +86,7 @@ if os.environ["RANK"] == "1":
 
 
 @pytest.mark.slow
-def test_a_journal_that_others_do_not_see_is_sent_to_them(
-    zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_journal_that_others_do_not_see_is_sent_to_them(zoo_folder, tmp_path):
     case = cases.make_case(zoo_folder("olmoe"), tmp_path, rows=8)
     options = {"sources": case.sources, "data": case.data, "resume": True, **EXACT}
     one = job("calibrate", case.merged, tmp_path / "out", report=tmp_path / "report", **options)
@@ -109,7 +99,7 @@ def test_a_journal_that_others_do_not_see_is_sent_to_them(
     assert off(tmp_path / "alone", tmp_path / "out", case.merged) < 1e-5
 
 
-def test_few_batches_are_divided_among_processes() -> None:
+def test_few_batches_are_divided_among_processes():
     rows = tuple(torch.arange(n, n + 5) for n in range(7))
     domain = Domain("math", rows, rows[:4])
     groups = divided(make_batches([domain]), 3)

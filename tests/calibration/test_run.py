@@ -1,15 +1,10 @@
 """Objectives, targets, holdout, what is reported, and a merge with calibration in one go."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,8 +22,6 @@ from moemerge.errors import ConfigError
 from moemerge.runtime.progress import Silent
 from moemerge.text import domains
 
-CaseOf = Callable[..., cases.Case]
-
 ROW = {
     "layer", "router", "tokens", "status", "iterations", "residual", "kl_before", "kl_after",
     "mismatch_before", "mismatch_after", "seconds",
@@ -38,9 +31,7 @@ ROW = {
 # --- objectives and targets ---------------------------------------------------------------------
 
 
-def test_the_exact_objective_is_no_worse_than_the_quadratic(
-    case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_the_exact_objective_is_no_worse_than_the_quadratic(case_of, tmp_path):
     case = case_of("olmoe", scale=0.8)
     report = case.calibrate(tmp_path / "out", objective="exact")
     for row in report.layers:
@@ -51,9 +42,7 @@ def test_the_exact_objective_is_no_worse_than_the_quadratic(
 
 
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
-def test_source_features_are_the_sources_own_routing(
-    family: str, case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_source_features_are_the_sources_own_routing(family, case_of, tmp_path):
     case = case_of(family)
     paper = case.calibrate(tmp_path / "paper")
     report = case.calibrate(tmp_path / "out", targets="source-features")
@@ -67,9 +56,7 @@ def test_source_features_are_the_sources_own_routing(
         assert on_features == pytest.approx(theirs["kl_before"][name], rel=1e-6)
 
 
-def test_source_features_agree_with_a_forward_of_the_source(
-    case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_source_features_agree_with_a_forward_of_the_source(case_of, tmp_path):
     """The last row's divergence, computed from two whole models."""
     case = case_of("olmoe")
     report = case.calibrate(tmp_path / "out", targets="source-features")
@@ -91,7 +78,7 @@ def test_source_features_agree_with_a_forward_of_the_source(
         assert alone == pytest.approx(measured.mismatch_on_features)
 
 
-def test_held_out_rows_are_measured_and_not_solved_on(case_of: CaseOf, tmp_path: Path) -> None:
+def test_held_out_rows_are_measured_and_not_solved_on(case_of, tmp_path):
     case = case_of("olmoe")
     report = case.calibrate(tmp_path / "out", holdout=0.25)
     whole = case.calibrate(tmp_path / "whole")
@@ -107,9 +94,7 @@ def test_held_out_rows_are_measured_and_not_solved_on(case_of: CaseOf, tmp_path:
 
 
 @pytest.mark.parametrize("mean", [1.0, 10.0])
-def test_features_with_a_mean_and_sure_routers_take_few_steps(
-    mean: float, zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_features_with_a_mean_and_sure_routers_take_few_steps(mean, zoo_folder, tmp_path):
     base = zoo_folder("olmoe", hidden_size=128, num_experts=32, num_experts_per_tok=4)
     hard = cases.with_a_mean(base, tmp_path / "base", mean=mean, sharpness=6.0)
     report = cases.make_case(hard, tmp_path).calibrate(tmp_path / "out")
@@ -117,7 +102,7 @@ def test_features_with_a_mean_and_sure_routers_take_few_steps(
     assert solves == [("converged", True)] * 3
 
 
-def test_lower_precision_of_the_forward(case_of: CaseOf, tmp_path: Path) -> None:
+def test_lower_precision_of_the_forward(case_of, tmp_path):
     case = case_of("olmoe", dtype=torch.bfloat16)
     report = case.calibrate(tmp_path / "out", dtype="bfloat16")
     assert report.dtype == "bfloat16"
@@ -130,9 +115,7 @@ def test_lower_precision_of_the_forward(case_of: CaseOf, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("settings", [{}, {"objective": "exact", "targets": "source-features"}])
-def test_a_heavy_source_is_agreed_with(
-    settings: dict[str, Any], case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_a_heavy_source_is_agreed_with(settings, case_of, tmp_path):
     case = case_of("olmoe")
     plain = case.calibrate(tmp_path / "plain", **settings)
     heavy = case.calibrate(tmp_path / "heavy", weights={"math": 9.0}, **settings)
@@ -145,9 +128,7 @@ def test_a_heavy_source_is_agreed_with(
     assert config["calibration"]["weights"] == {"math": 9.0}
 
 
-def test_the_base_is_recognised_by_its_folder(
-    case_of: CaseOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_base_is_recognised_by_its_folder(case_of, tmp_path, monkeypatch):
     case = case_of("olmoe")
     merged = tmp_path / "merged"
     shutil.copytree(case.merged, merged)
@@ -162,7 +143,7 @@ def test_the_base_is_recognised_by_its_folder(
 # --- what is told -------------------------------------------------------------------------------
 
 
-def test_every_layer_is_told(case_of: CaseOf, tmp_path: Path) -> None:
+def test_every_layer_is_told(case_of, tmp_path):
     notes = zoo.Notes()
     case_of("olmoe").calibrate(tmp_path / "out", progress=notes)
     assert len(notes.said) == 4
@@ -173,7 +154,7 @@ def test_every_layer_is_told(case_of: CaseOf, tmp_path: Path) -> None:
     assert [note.endswith("s left") for note in notes.said[1:]] == [False, True, True]
 
 
-def test_the_report_and_the_card(case_of: CaseOf, tmp_path: Path) -> None:
+def test_the_report_and_the_card(case_of, tmp_path):
     case = case_of("olmoe")
     report = case.calibrate(tmp_path / "out")
     written = json.loads((tmp_path / "out" / "moemerge_report.json").read_text())
@@ -194,7 +175,7 @@ def test_the_report_and_the_card(case_of: CaseOf, tmp_path: Path) -> None:
     assert "| math |" in card
 
 
-def test_the_card_names_the_rows_held_out_and_its_figures(case_of: CaseOf, tmp_path: Path) -> None:
+def test_the_card_names_the_rows_held_out_and_its_figures(case_of, tmp_path):
     case = case_of("olmoe")
     report = case.calibrate(tmp_path / "out", holdout=0.3)
     card = (tmp_path / "out" / "README.md").read_text()
@@ -209,21 +190,19 @@ def test_the_card_names_the_rows_held_out_and_its_figures(case_of: CaseOf, tmp_p
     assert "| mismatch before |" in card
 
 
-def test_what_is_read_is_read_once(
-    case_of: CaseOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_read_is_read_once(case_of, tmp_path, monkeypatch):
     """The merged model's routers, and with a page the text too."""
     pytest.importorskip("plotly")
     case = case_of("olmoe")
-    read: Counter[str] = Counter()
+    read = Counter()
     plain, tokenize = Checkpoint.read, domains.tokenize
 
-    def counting(self: Checkpoint, name: str, *rest: Any) -> torch.Tensor:
+    def counting(self, name, *rest):
         if self.path == case.merged:
             read[name] += 1
         return plain(self, name, *rest)
 
-    def counted(*given: Any) -> Any:
+    def counted(*given):
         read["text"] += 1
         return tokenize(*given)
 
@@ -236,7 +215,7 @@ def test_what_is_read_is_read_once(
     assert read["text"] == len(case.sources)
 
 
-def test_few_tokens_are_told(case_of: CaseOf, tmp_path: Path) -> None:
+def test_few_tokens_are_told(case_of, tmp_path):
     case = case_of("olmoe")
     (about_the_base,) = case.calibrate(tmp_path / "enough").notices
     assert "no source is the base" in about_the_base
@@ -250,14 +229,14 @@ def test_few_tokens_are_told(case_of: CaseOf, tmp_path: Path) -> None:
     assert sum("may be worse than the merge" in n for n in report.notices) == len(case.sources)
 
 
-def test_a_rise_on_rows_held_out_is_told() -> None:
+def test_a_rise_on_rows_held_out_is_told():
     held = {"kl_before": {"math": 0.1, "code": 0.3}, "kl_after": {"math": 0.2, "code": 0.1}}
     (notice,) = holdout_notices({"holdout": held})
     assert notice.startswith("math: on the rows held out the routing divergence rose from 0.1 to")
     assert holdout_notices({}) == []
 
 
-def test_a_card_that_somebody_wrote_is_kept(case_of: CaseOf, tmp_path: Path) -> None:
+def test_a_card_that_somebody_wrote_is_kept(case_of, tmp_path):
     case = case_of("olmoe")
     merged = tmp_path / "merged"
     shutil.copytree(case.merged, merged)
@@ -267,16 +246,14 @@ def test_a_card_that_somebody_wrote_is_kept(case_of: CaseOf, tmp_path: Path) -> 
     assert card.startswith("---\nlicense: mit\n---\n# Mine\n\nA story.\n\n## Router calibration\n")
 
 
-def test_the_resolved_config_makes_the_model_again(case_of: CaseOf, tmp_path: Path) -> None:
+def test_the_resolved_config_makes_the_model_again(case_of, tmp_path):
     case = case_of("olmoe")
     case.calibrate(tmp_path / "out", gamma=0.2, layers="1-2")
     moemerge.run(tmp_path / "out" / "moemerge_config.yml", tmp_path / "again")
     assert not cases.changed_tensors(tmp_path / "again", tmp_path / "out")
 
 
-def test_a_card_does_not_promise_what_rows_in_memory_take_away(
-    case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_a_card_does_not_promise_what_rows_in_memory_take_away(case_of, tmp_path):
     case = case_of("olmoe")
     data = {name: [{"text": text} for text in cases.texts(p)] for name, p in case.data.items()}
     case.calibrate(tmp_path / "out", data=data, layers="1")
@@ -287,7 +264,7 @@ def test_a_card_does_not_promise_what_rows_in_memory_take_away(
 # --- merge and calibrate ------------------------------------------------------------------------
 
 
-def run_config(case: cases.Case, **more: Any) -> dict[str, Any]:
+def run_config(case, **more):
     return {
         "merge_method": "linear",
         "models": [
@@ -299,13 +276,13 @@ def run_config(case: cases.Case, **more: Any) -> dict[str, Any]:
     }
 
 
-def calibrated_config(case: cases.Case, **settings: Any) -> dict[str, Any]:
+def calibrated_config(case, **settings):
     data = {name: str(path) for name, path in case.data.items()}
     return run_config(case, data=data, calibration={"alpha": 0.7, **settings})
 
 
 @pytest.fixture
-def with_tokenizers(case_of: CaseOf, tmp_path: Path) -> cases.Case:
+def with_tokenizers(case_of, tmp_path):
     case = case_of("olmoe")
     sources = {}
     for name, path in case.sources.items():
@@ -315,9 +292,7 @@ def with_tokenizers(case_of: CaseOf, tmp_path: Path) -> cases.Case:
     return cases.Case(case.merged, sources, case.data)
 
 
-def test_the_advice_to_add_the_base_can_be_followed(
-    with_tokenizers: cases.Case, tmp_path: Path
-) -> None:
+def test_the_advice_to_add_the_base_can_be_followed(with_tokenizers, tmp_path):
     case = with_tokenizers
     base = shutil.copytree(case.merged, tmp_path / "olmo-7b")
     config = {**calibrated_config(case, layers="1", measure=False), "base_model": str(base)}
@@ -333,7 +308,7 @@ def test_the_advice_to_add_the_base_can_be_followed(
     assert report.calibration.notices == ()
 
 
-def test_run_is_merge_then_calibrate(with_tokenizers: cases.Case, tmp_path: Path) -> None:
+def test_run_is_merge_then_calibrate(with_tokenizers, tmp_path):
     case = with_tokenizers
     report = moemerge.run(calibrated_config(case), tmp_path / "out" / "model")
     moemerge.merge(run_config(case), tmp_path / "merged")
@@ -352,14 +327,12 @@ def test_run_is_merge_then_calibrate(with_tokenizers: cases.Case, tmp_path: Path
 
 
 class Interrupting(zoo.Notes):
-    def note(self, message: str) -> None:
+    def note(self, message):
         if message.startswith("layer 1:"):
             raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_merges_again_and_goes_on(
-    with_tokenizers: cases.Case, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_merges_again_and_goes_on(with_tokenizers, tmp_path):
     config = calibrated_config(with_tokenizers)
     out = tmp_path / "results" / "out"
     with pytest.raises(KeyboardInterrupt):
@@ -373,7 +346,7 @@ def test_an_interrupted_run_merges_again_and_goes_on(
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_settings_given_to_run_beat_the_config(with_tokenizers: cases.Case, tmp_path: Path) -> None:
+def test_settings_given_to_run_beat_the_config(with_tokenizers, tmp_path):
     config = calibrated_config(with_tokenizers)
     report = moemerge.run(config, tmp_path / "out", calibration={"gamma": 0.1, "layers": "2"})
     assert report.calibration is not None
@@ -387,7 +360,7 @@ def test_settings_given_to_run_beat_the_config(with_tokenizers: cases.Case, tmp_
         moemerge.run(config, tmp_path / "two", calibration={"rtol": 2.0})
 
 
-def test_without_writing_the_same_routers_are_solved(case_of: CaseOf, tmp_path: Path) -> None:
+def test_without_writing_the_same_routers_are_solved(case_of, tmp_path):
     case = case_of("olmoe")
     written = case.calibrate(tmp_path / "out")
     request = CalibrationRequest(

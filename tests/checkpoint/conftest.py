@@ -1,29 +1,21 @@
 """Real, tiny model folders made on the fly."""
 
-from __future__ import annotations
-
 import json
 import struct
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
-
-MakeFolder = Callable[..., Path]
 
 
-def write_raw(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
+def write_raw(path, header, data=b"", length=None):
     """A safetensors file whose header may lie."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
     return path
 
 
-def sample_tensors() -> dict[str, Tensor]:
+def sample_tensors():
     generator = torch.Generator().manual_seed(0)
     return {
         "model.embed_tokens.weight": torch.randn(16, 8, generator=generator),
@@ -35,15 +27,15 @@ def sample_tensors() -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def make_folder(tmp_path: Path) -> MakeFolder:
+def make_folder(tmp_path):
     """make_folder(name, {file: tensors}, weight_map=..., config=...) -> folder."""
 
     def make(
-        name: str = "model",
-        files: Mapping[str, Mapping[str, Tensor]] | None = None,
-        weight_map: Mapping[str, str] | None = None,
-        config: Any = None,
-    ) -> Path:
+        name="model",
+        files=None,
+        weight_map=None,
+        config=None,
+    ):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         config = {"model_type": "olmoe"} if config is None else config
@@ -62,12 +54,12 @@ def make_folder(tmp_path: Path) -> MakeFolder:
     return make
 
 
-def all_safetensors(weight_map: Mapping[str, str]) -> bool:
+def all_safetensors(weight_map):
     return not any(file.endswith(".bin") for file in weight_map.values())
 
 
 @pytest.fixture
-def sharded(make_folder: MakeFolder) -> Path:
+def sharded(make_folder):
     tensors = sample_tensors()
     names = list(tensors)
     one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

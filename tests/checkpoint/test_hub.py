@@ -1,7 +1,5 @@
 """`--push-to-hub` against a hub of our own on this machine."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -10,10 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -30,7 +25,7 @@ from moemerge.errors import CheckpointError, NumericalError
 class Hub(ThreadingHTTPServer):
     """As much of the hub's protocol as an upload needs; remembers what came."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), Answers)
         self.files: dict[str, bytes] = {}  # of the repository
         self.objects: dict[str, bytes] = {}  # large files, by their hash
@@ -40,7 +35,7 @@ class Hub(ThreadingHTTPServer):
         self.seen: list[str] = []
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server_port}"
 
 
@@ -48,10 +43,10 @@ class Answers(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *words: Any) -> None:
+    def log_message(self, *words):
         pass
 
-    def answer(self, value: Any, status: int = 200) -> None:
+    def answer(self, value, status=200):
         body = json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -59,7 +54,7 @@ class Answers(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def body(self) -> bytes:
+    def body(self):
         if self.headers.get("Transfer-Encoding") == "chunked":
             parts = []
             while size := int(self.rfile.readline(), 16):
@@ -69,19 +64,19 @@ class Answers(BaseHTTPRequestHandler):
             return b"".join(parts)
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.server.seen.append(self.path)
         if self.headers.get("Authorization") != f"Bearer {self.server.known_token}":
             self.answer({"error": "Invalid username or password."}, 401)
         else:
             self.answer({"name": "me", "type": "user", "orgs": []})
 
-    def do_PUT(self) -> None:
+    def do_PUT(self):
         body = self.body()
         self.server.objects[hashlib.sha256(body).hexdigest()] = body
         self.answer({})
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         path, body = self.path, self.body()
         self.server.seen.append(path)
         hub = self.server
@@ -102,7 +97,7 @@ class Answers(BaseHTTPRequestHandler):
         else:
             self.answer({})
 
-    def commit(self, body: bytes) -> None:
+    def commit(self, body):
         hub = self.server
         if hub.full:
             self.answer({"error": "the quota is used up"}, 403)
@@ -118,7 +113,7 @@ class Answers(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def hub():
     server = Hub()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -129,7 +124,7 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def known_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def known_hub(hub, monkeypatch):
     """The same for the client in this process."""
     constants = {"ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}
     for name, value in constants.items():
@@ -141,14 +136,14 @@ def known_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def config(zoo_folder: Any, tmp_path: Path) -> Path:
+def config(zoo_folder, tmp_path):
     models = [{"model": str(zoo_folder("olmoe"))}]
     path = tmp_path / "config.yml"
     path.write_text(yaml.safe_dump({"merge_method": "passthrough", "models": models}))
     return path
 
 
-def environment(**variables: str) -> dict[str, str]:
+def environment(**variables):
     others = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     return others | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **variables}
 
@@ -157,11 +152,11 @@ def environment(**variables: str) -> dict[str, str]:
 READ_AGAIN = "import importlib, huggingface_hub.constants as read; importlib.reload(read)\n"
 
 
-def moemerge(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def moemerge(*words, **variables):
     return processes.python(READ_AGAIN + processes.COMMAND, *words, env=environment(**variables))
 
 
-def test_a_merge_is_uploaded_with_its_card(hub: Hub, config: Path, tmp_path: Path) -> None:
+def test_a_merge_is_uploaded_with_its_card(hub, config, tmp_path):
     out = tmp_path / "out"
     variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.known_token, "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "moemerge", "merge", config, out, "--push-to-hub", "me/m"]
@@ -177,9 +172,7 @@ def test_a_merge_is_uploaded_with_its_card(hub: Hub, config: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("verb", ["calibrate", "refit"])
-def test_a_repaired_model_is_uploaded_once_it_is_whole(
-    verb: str, known_hub: Hub, zoo_folder: Any, tmp_path: Path
-) -> None:
+def test_a_repaired_model_is_uploaded_once_it_is_whole(verb, known_hub, zoo_folder, tmp_path):
     hub, job, out = known_hub, getattr(package, verb), tmp_path / "out"
     case = cases.make_case(zoo_folder("olmoe", num_hidden_layers=2), tmp_path / "case", rows=6)
     given = {"sources": case.sources, "data": case.data, "push_to_hub": "me/m", "layers": "1"}
@@ -192,7 +185,7 @@ def test_a_repaired_model_is_uploaded_once_it_is_whole(
     assert hub.files == {p.name: p.read_bytes() for p in out.iterdir()}
 
 
-def spoilt(model: Path, out: Path) -> Path:
+def spoilt(model, out):
     """A copy whose last layer holds a NaN."""
     shutil.copytree(model, out)
     with zoo.edited(out) as tensors:
@@ -200,12 +193,12 @@ def spoilt(model: Path, out: Path) -> Path:
     return out
 
 
-def test_tuning_asks_before_any_work(tmp_path: Path) -> None:
+def test_tuning_asks_before_any_work(tmp_path):
     with pytest.raises(CheckpointError, match="'me/m/x' cannot name a model on the hub"):
         package.tune("no/model", tmp_path / "out", data=[], push_to_hub="me/m/x")
 
 
-def test_a_failed_upload_leaves_out_and_says_so(hub: Hub, config: Path, tmp_path: Path) -> None:
+def test_a_failed_upload_leaves_out_and_says_so(hub, config, tmp_path):
     hub.full = True
     out = tmp_path / "out"
     variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.known_token, "HF_HOME": str(tmp_path)}
@@ -229,8 +222,8 @@ def test_a_failed_upload_leaves_out_and_says_so(hub: Hub, config: Path, tmp_path
     ],
 )
 def test_what_cannot_be_uploaded_is_refused_before_any_work(
-    repo: str, variables: dict[str, str], words: str, hub: Hub, config: Path, tmp_path: Path
-) -> None:
+    repo, variables, words, hub, config, tmp_path
+):
     usual = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.known_token, "HF_HOME": str(tmp_path)}
     out = tmp_path / "out"
     done = moemerge("merge", config, out, "--push-to-hub", repo, **{**usual, **variables})

@@ -1,16 +1,9 @@
 """Adapters: what we read must be what peft's own merge gives."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -36,21 +29,21 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ATTENTION = ["q_proj", "v_proj"]
 
 
-def llama(**extra: Any) -> nn.Module:
+def llama(**extra):
     return LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=12, **extra))
 
 
-def olmoe(intermediate_size: int = 12, **extra: Any) -> nn.Module:
+def olmoe(intermediate_size=12, **extra):
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": intermediate_size}
     return OlmoeForCausalLM(OlmoeConfig(**SMALL, **moe, **extra))
 
 
-def qwen3_moe() -> nn.Module:
+def qwen3_moe():
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **moe, intermediate_size=12, head_dim=8))
 
 
-def randomise(model: nn.Module) -> None:
+def randomise(model):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,16 +51,13 @@ def randomise(model: nn.Module) -> None:
             parameter.copy_(noise.to(parameter.dtype) * 0.3)
 
 
-Build = Callable[[], nn.Module]
-
-
-def saved(tmp_path: Path, build: Build, *, fused: bool, dtype: torch.dtype, **lora: Any) -> Path:
+def saved(tmp_path, build, *, fused, dtype, **lora):
     """Save base, adapter and peft's merge, all with random weights."""
     torch.manual_seed(0)
-    model: Any = build().to(dtype)
+    model = build().to(dtype)
     randomise(model)
     model.save_pretrained(tmp_path / "base", save_original_format=not fused)
-    wrapped: Any = get_peft_model(model, LoraConfig(**{"r": 3, "lora_alpha": 5, **lora}))
+    wrapped = get_peft_model(model, LoraConfig(**{"r": 3, "lora_alpha": 5, **lora}))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
@@ -82,7 +72,7 @@ def saved(tmp_path: Path, build: Build, *, fused: bool, dtype: torch.dtype, **lo
     return tmp_path
 
 
-def compare(folder: Path, tolerance: float = 1e-6) -> AdaptedCheckpoint:
+def compare(folder, tolerance=1e-6):
     base = Checkpoint.open(folder / "base")
     ours = Checkpoint.open(ModelRef(str(folder / "base"), lora=str(folder / "adapter")))
     assert isinstance(ours, AdaptedCheckpoint)
@@ -98,7 +88,7 @@ def compare(folder: Path, tolerance: float = 1e-6) -> AdaptedCheckpoint:
     return ours
 
 
-def check_rows(ours: Checkpoint) -> None:
+def check_rows(ours):
     """Blocks of rows are the rows of the whole (up to the order of sums in a product)."""
     for name, info in ours.tensors.items():
         whole = ours.read(name)
@@ -107,7 +97,7 @@ def check_rows(ours: Checkpoint) -> None:
         torch.testing.assert_close(torch.cat(blocks), whole, rtol=1e-5, atol=1e-6)
 
 
-CASES: dict[str, tuple[Build, dict[str, Any]]] = {
+CASES = {
     "llama": (llama, {"target_modules": ATTENTION}),
     "all linear, rslora": (llama, {"target_modules": "all-linear", "use_rslora": True}),
     "patterns": (
@@ -158,13 +148,13 @@ CASES: dict[str, tuple[Build, dict[str, Any]]] = {
     ("case", "fused"),
     [(case, f) for case in CASES for f in (False, True) if "moe" in case or not f],
 )
-def test_reads_what_peft_merges(tmp_path: Path, case: str, fused: bool) -> None:
+def test_reads_what_peft_merges(tmp_path, case, fused):
     build, lora = CASES[case]
     ours = compare(saved(tmp_path, build, fused=fused, dtype=torch.float32, **lora))
     assert fused == ("model.layers.0.mlp.experts.gate_up_proj" in ours)
 
 
-def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
+def test_bfloat16_is_rounded_once(tmp_path):
     """Nearer to the exact sum than peft's own merge, which rounds the product first."""
     folder = saved(tmp_path, llama, fused=False, dtype=torch.bfloat16, target_modules=ATTENTION)
     ours = compare(folder, tolerance=2e-2)
@@ -175,7 +165,7 @@ def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     assert torch.equal(ours[f"{module}.weight"], (base + 5 / 3 * (b @ a)).bfloat16())
 
 
-def per_expert_adapter(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+def per_expert_adapter(tmp_path):
     """An adapter on every expert's own matrices, as older transformers trained them."""
     torch.manual_seed(3)
     tensors, deltas = {}, {}
@@ -188,9 +178,9 @@ def per_expert_adapter(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     return zoo.adapter(tmp_path / "adapter", tensors), deltas
 
 
-def test_adapters_on_single_experts_in_both_layouts(tmp_path: Path) -> None:
+def test_adapters_on_single_experts_in_both_layouts(tmp_path):
     adapter, deltas = per_expert_adapter(tmp_path)
-    model: Any = olmoe()
+    model = olmoe()
     randomise(model)
     model.save_pretrained(tmp_path / "split")
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
@@ -211,8 +201,8 @@ def test_adapters_on_single_experts_in_both_layouts(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
-    model: Any = llama()
+def base(tmp_path):
+    model = llama()
     model.save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
@@ -220,14 +210,14 @@ def base(tmp_path: Path) -> Path:
 Q = "model.layers.0.self_attn.q_proj"
 
 
-def pair(module: str = Q, rank: int = 2, out: int = 16, into: int = 16) -> dict[str, Tensor]:
+def pair(module=Q, rank=2, out=16, into=16):
     return {
         f"{module}.lora_A.weight": torch.ones(rank, into),
         f"{module}.lora_B.weight": torch.ones(out, rank),
     }
 
 
-REFUSED: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
+REFUSED = {
     "another type": (pair(), {"peft_type": "IA3"}, "of type 'IA3', expected 'LORA'"),
     "no rank": (pair(), {"r": None}, "r must be a whole number"),
     "qalora": (pair(), {"use_qalora": True}, "use_qalora is set"),
@@ -263,14 +253,14 @@ REFUSED: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_adapters_that_do_not_fit_are_refused(tmp_path: Path, base: Path, case: str) -> None:
+def test_adapters_that_do_not_fit_are_refused(tmp_path, base, case):
     tensors, config, message = REFUSED[case]
     adapter = zoo.adapter(tmp_path / "adapter", tensors, **config)
     with pytest.raises(CheckpointError, match=message):
         AdaptedCheckpoint(base, adapter)
 
 
-def test_incomplete_adapter_folders(tmp_path: Path, base: Path) -> None:
+def test_incomplete_adapter_folders(tmp_path, base):
     adapter = zoo.adapter(tmp_path / "adapter", pair())
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="has no adapter weights"):
@@ -280,7 +270,7 @@ def test_incomplete_adapter_folders(tmp_path: Path, base: Path) -> None:
         AdaptedCheckpoint(base, adapter)
 
 
-def test_quantised_bases_are_refused(tmp_path: Path) -> None:
+def test_quantised_bases_are_refused(tmp_path):
     folder = tmp_path / "base"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -291,7 +281,7 @@ def test_quantised_bases_are_refused(tmp_path: Path) -> None:
         AdaptedCheckpoint(folder, zoo.adapter(tmp_path / "adapter", pair()))
 
 
-def test_pickled_adapters(tmp_path: Path, base: Path) -> None:
+def test_pickled_adapters(tmp_path, base):
     adapter = zoo.adapter(tmp_path / "adapter", pair())
     expected = AdaptedCheckpoint(base, adapter)[f"{Q}.weight"]
     tensors = load_file(adapter / "adapter_model.safetensors")
@@ -300,7 +290,7 @@ def test_pickled_adapters(tmp_path: Path, base: Path) -> None:
     assert torch.equal(AdaptedCheckpoint(base, adapter)[f"{Q}.weight"], expected)
 
 
-def test_transposed_storage(tmp_path: Path) -> None:
+def test_transposed_storage(tmp_path):
     folder = tmp_path / "base"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -313,7 +303,7 @@ def test_transposed_storage(tmp_path: Path) -> None:
     check_rows(ours)
 
 
-def test_stacks_stored_transposed(tmp_path: Path) -> None:
+def test_stacks_stored_transposed(tmp_path):
     """gpt_oss keeps (experts, in, out), and PEFT knows; square, only the family tells."""
     folder = tmp_path / "base"
     folder.mkdir()
@@ -328,7 +318,7 @@ def test_stacks_stored_transposed(tmp_path: Path) -> None:
     torch.testing.assert_close(AdaptedCheckpoint(folder, adapter)[name], expected)
 
 
-def test_resized_embeddings_carry_the_vocabulary(tmp_path: Path, base: Path) -> None:
+def test_resized_embeddings_carry_the_vocabulary(tmp_path, base):
     torch.manual_seed(0)
     embed, head = torch.randn(30, 16), torch.randn(30, 16)
     tensors = {"model.embed_tokens.weight": embed, "lm_head.weight": head, **pair()}
@@ -338,8 +328,8 @@ def test_resized_embeddings_carry_the_vocabulary(tmp_path: Path, base: Path) -> 
     assert torch.equal(ours.read("model.embed_tokens.weight", (24, 30)), embed[24:])
 
 
-def test_tied_output_layers(tmp_path: Path) -> None:
-    model: Any = llama(tie_word_embeddings=True)
+def test_tied_output_layers(tmp_path):
+    model = llama(tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "base")
     embed = torch.randn(30, 16)
     tensors = {"model.embed_tokens.weight": embed, "lm_head.weight": embed.clone(), **pair()}
@@ -350,7 +340,7 @@ def test_tied_output_layers(tmp_path: Path) -> None:
         AdaptedCheckpoint(tmp_path / "base", zoo.adapter(tmp_path / "b", tensors))
 
 
-def test_companions_and_fingerprint(tmp_path: Path, base: Path) -> None:
+def test_companions_and_fingerprint(tmp_path, base):
     (base / "tokenizer.json").write_text("base")
     adapter = zoo.adapter(tmp_path / "adapter", pair())
     (adapter / "tokenizer.json").write_text("adapter")
@@ -362,7 +352,7 @@ def test_companions_and_fingerprint(tmp_path: Path, base: Path) -> None:
     assert ours.fingerprint() != AdaptedCheckpoint(base, other).fingerprint()
 
 
-def test_a_scaling_beyond_float32_is_refused(base: Path, tmp_path: Path) -> None:
+def test_a_scaling_beyond_float32_is_refused(base, tmp_path):
     adapter = zoo.adapter(tmp_path / "adapter", pair(), lora_alpha=1e300)
     with pytest.raises(CheckpointError, match=r"lora_alpha of 1e\+300"):
         Checkpoint.open(f"{base}+{adapter}")
@@ -372,9 +362,7 @@ def test_a_scaling_beyond_float32_is_refused(base: Path, tmp_path: Path) -> None
 STACKS = {"down_proj": (16, 8), "gate_up_proj": (16, 16)}  # (out, in) of `olmoe(8)`, outer first
 
 
-def stacked_adapter(
-    folder: Path, stacks: list[str], *, in_out: bool = False, grouped: bool = False, **config: Any
-) -> dict[str, Tensor]:
+def stacked_adapter(folder, stacks, *, in_out=False, grouped=False, **config):
     """Write pairs of rank 2 on four experts of layer 0; return the changes as (experts, out, in).
 
     PEFT before 0.19.1 took the first axis of an expert's matrix for its input (`in_out`).
@@ -395,18 +383,18 @@ def stacked_adapter(
 
 
 @pytest.fixture(params=["per expert", "fused"])
-def experts(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    model: Any = olmoe(8)
+def experts(tmp_path, request):
+    model = olmoe(8)
     model.save_pretrained(tmp_path / "base", save_original_format=request.param == "per expert")
     return tmp_path / "base"
 
 
-def changes_of(base: Path, adapter: str) -> dict[str, Tensor]:
+def changes_of(base, adapter):
     """Return what an adapter adds to the stacks of layer 0, for either layout of the base."""
     plain, ours = Checkpoint.open(base), Checkpoint.open(f"{base}+{adapter}")
     owner = "model.layers.0.mlp.experts"
 
-    def change(name: str) -> Tensor:
+    def change(name):
         return ours[f"{owner}.{name}"] - plain[f"{owner}.{name}"]
 
     if f"{owner}.down_proj" in plain:
@@ -420,9 +408,7 @@ def changes_of(base: Path, adapter: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("in_out", [False, True])
-def test_one_layout_for_all_stacks(
-    tmp_path: Path, experts: Path, in_out: bool, grouped: bool
-) -> None:
+def test_one_layout_for_all_stacks(tmp_path, experts, in_out, grouped):
     """The square stack follows its sibling; alone, it follows PEFT's version or the user."""
     adapter, order = tmp_path / "a", ["rank_major", "grouped_by_expert"][grouped]
     both = stacked_adapter(adapter, [*STACKS], in_out=in_out, grouped=grouped, lora_B_layout=order)
@@ -447,7 +433,7 @@ def test_one_layout_for_all_stacks(
         torch.testing.assert_close(change, expected["gate_up_proj"], rtol=1e-4, atol=1e-5)
 
 
-def test_unstated_orders_of_experts(tmp_path: Path, experts: Path) -> None:
+def test_unstated_orders_of_experts(tmp_path, experts):
     stacked_adapter(tmp_path / "peft", [*STACKS])
     (notice,) = Checkpoint.open(f"{experts}+{tmp_path / 'peft'}").notices
     assert "without a lora_B_layout" in notice

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,20 +15,20 @@ from moemerge.checkpoint.output import (
 from moemerge.errors import CheckpointError, ResourceError
 
 
-def model(folder: Path) -> Path:
+def model(folder):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("old")
     return folder
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_loop_of_links_is_refused(tmp_path: Path, overwrite: bool) -> None:
+def test_a_loop_of_links_is_refused(tmp_path, overwrite):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(CheckpointError, match="cannot be used: Too many levels"):
         check_output(tmp_path / "loop", overwrite=overwrite)
 
 
-def test_existing_output_needs_overwrite(tmp_path: Path) -> None:
+def test_existing_output_needs_overwrite(tmp_path):
     out = model(tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"exists\n.*overwrite=True"):
         OutputFolder(out, overwrite=False)
@@ -43,7 +41,7 @@ def test_existing_output_needs_overwrite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_an_empty_folder_is_as_good_as_none(tmp_path: Path, overwrite: bool) -> None:
+def test_an_empty_folder_is_as_good_as_none(tmp_path, overwrite):
     (tmp_path / "out").mkdir()
     folder = OutputFolder(tmp_path / "out", overwrite=overwrite)
     (folder.path / "new").touch()
@@ -53,9 +51,7 @@ def test_an_empty_folder_is_as_good_as_none(tmp_path: Path, overwrite: bool) -> 
 
 
 @pytest.mark.parametrize("content", [[], ["lost+found"]])
-def test_an_empty_mount_point_is_filled_from_inside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: list[str]
-) -> None:
+def test_an_empty_mount_point_is_filled_from_inside(tmp_path, monkeypatch, content):
     """It cannot be renamed, and what lies beside it is another disk."""
     out = tmp_path / "out"
     out.mkdir()
@@ -83,7 +79,7 @@ def test_an_empty_mount_point_is_filled_from_inside(
 
 
 @pytest.mark.parametrize("content", ["thesis.txt", "config.json checkpoint-500/", "a.py .git/"])
-def test_other_peoples_data_are_never_overwritten(tmp_path: Path, content: str) -> None:
+def test_other_peoples_data_are_never_overwritten(tmp_path, content):
     out = tmp_path / "out"
     out.mkdir()
     for name in content.split():
@@ -94,7 +90,7 @@ def test_other_peoples_data_are_never_overwritten(tmp_path: Path, content: str) 
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_data_that_came_meanwhile_are_not_overwritten(tmp_path: Path) -> None:
+def test_data_that_came_meanwhile_are_not_overwritten(tmp_path):
     folder = OutputFolder(tmp_path / "out", overwrite=True)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").touch()
@@ -105,7 +101,7 @@ def test_data_that_came_meanwhile_are_not_overwritten(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_file_is_no_output(tmp_path: Path) -> None:
+def test_a_file_is_no_output(tmp_path):
     (tmp_path / "out").touch()
     with pytest.raises(CheckpointError, match="is a file"):
         check_output(tmp_path / "out", overwrite=True)
@@ -114,7 +110,7 @@ def test_a_file_is_no_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", ["model", "model/out", ".", "link/out", "model/../model"])
-def test_outputs_and_inputs_must_not_overlap(tmp_path: Path, out: str) -> None:
+def test_outputs_and_inputs_must_not_overlap(tmp_path, out):
     source = model(tmp_path / "model")
     (tmp_path / "link").symlink_to(source)
     with pytest.raises(CheckpointError, match="the input folder"):
@@ -123,21 +119,21 @@ def test_outputs_and_inputs_must_not_overlap(tmp_path: Path, out: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_parent_as_user(tmp_path: Path) -> None:
+def test_a_read_only_parent_as_user(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(CheckpointError, match="is not writable"):
         check_output(tmp_path / "out", overwrite=False)
 
 
 @pytest.mark.skipif(not Path("/proc/sys").exists(), reason="needs Linux")
-def test_an_unwritable_place_is_explained() -> None:
+def test_an_unwritable_place_is_explained():
     """Nobody, root included, can make folders in /proc."""
     with pytest.raises(CheckpointError, match="/proc") as caught:
         OutputFolder(Path("/proc/out"), overwrite=False)
     assert caught.value.hint
 
 
-def test_a_symlinked_output_is_written_where_it_points(tmp_path: Path) -> None:
+def test_a_symlinked_output_is_written_where_it_points(tmp_path):
     (tmp_path / "disk").mkdir()
     model(tmp_path / "disk" / "real")
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "real")
@@ -149,14 +145,12 @@ def test_a_symlinked_output_is_written_where_it_points(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "disk" / "real") == ["new"]
 
 
-def test_a_failed_rename_puts_the_old_output_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_rename_puts_the_old_output_back(tmp_path, monkeypatch):
     out = model(tmp_path / "out")
     folder = OutputFolder(out, overwrite=True)
     real = os.rename
 
-    def failing(source: Path, target: Path) -> None:
+    def failing(source, target):
         if Path(source) == folder.path:
             raise PermissionError(13, "Permission denied")
         real(source, target)
@@ -169,13 +163,13 @@ def test_a_failed_rename_puts_the_old_output_back(
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_free_disk_is_checked(tmp_path: Path) -> None:
+def test_free_disk_is_checked(tmp_path):
     require_space(tmp_path / "not" / "yet", 1)
     with pytest.raises(ResourceError, match=r"needs 1000000.0 TB, but only .* are free"):
         require_space(tmp_path, 10**18)
 
 
-def test_copies_are_whole_and_never_over_another(tmp_path: Path) -> None:
+def test_copies_are_whole_and_never_over_another(tmp_path):
     data = os.urandom(3 * 2**20 + 1)
     (tmp_path / "a").write_bytes(data)
     copy_file(tmp_path / "a", tmp_path / "b")
@@ -184,26 +178,24 @@ def test_copies_are_whole_and_never_over_another(tmp_path: Path) -> None:
         copy_file(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_file_system_that_copies_nothing_is_read_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_copies_nothing_is_read_instead(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(b"shard" * 1000)
     monkeypatch.setattr("os.copy_file_range", lambda *_: 0, raising=False)
     copy_file(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").read_bytes() == b"shard" * 1000
 
 
-def test_a_file_that_shrinks_under_the_copy_is_told(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_under_the_copy_is_told(tmp_path):
     (tmp_path / "a").write_bytes(b"shard" * 1000)
 
-    def shrink() -> None:
+    def shrink():
         os.truncate(tmp_path / "a", 100)
 
     with pytest.raises(CheckpointError, match="had 5000 bytes when its copy began and 100"):
         copy_file(tmp_path / "a", tmp_path / "b", shrink)
 
 
-def test_files_that_no_model_has_are_not_overwritten(tmp_path: Path) -> None:
+def test_files_that_no_model_has_are_not_overwritten(tmp_path):
     out = full_model(tmp_path / "out")
     OutputFolder(out, overwrite=True).abort()
     (out / "notes.txt").write_text("mine")
@@ -212,7 +204,7 @@ def test_files_that_no_model_has_are_not_overwritten(tmp_path: Path) -> None:
     assert (out / "notes.txt").read_text() == "mine"
 
 
-def test_a_model_that_a_killed_run_had_moved_aside_comes_back(tmp_path: Path) -> None:
+def test_a_model_that_a_killed_run_had_moved_aside_comes_back(tmp_path):
     nobody = 2**22 + 1  # beyond the numbers of processes
     old = full_model(tmp_path / f".out.replaced-{nobody}-0123abcd")
     with pytest.raises(CheckpointError, match="exists"):
@@ -224,7 +216,7 @@ def test_a_model_that_a_killed_run_had_moved_aside_comes_back(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def full_model(folder: Path) -> Path:
+def full_model(folder):
     folder.mkdir()
     for name in ("config.json", "model.safetensors", "README.md", "moemerge_report.json"):
         (folder / name).write_text(name)
@@ -232,12 +224,12 @@ def full_model(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_runs_that_end_at_once_leave_one_whole_folder(tmp_path: Path, overwrite: bool) -> None:
+def test_runs_that_end_at_once_leave_one_whole_folder(tmp_path, overwrite):
     """Again and again, as it takes a moment between looking and renaming to go wrong."""
     count = 4
     ready = threading.Barrier(count)
 
-    def end(number: int, out: Path) -> str:
+    def end(number, out):
         folder = OutputFolder(out, overwrite=overwrite)
         for name in ("config.json", "model.safetensors"):
             (folder.path / name).write_text(str(number))

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,18 +9,18 @@ import zoo
 from moemerge.checkpoint import Checkpoint, CheckpointPatch
 from moemerge.errors import CheckpointError
 
-from .conftest import MakeFolder, sample_tensors
+from .conftest import sample_tensors
 
 GATE = "model.layers.0.mlp.gate.weight"
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
-def new_gate() -> torch.Tensor:
+def new_gate():
     return torch.full((4, 8), 3.0, dtype=torch.bfloat16)
 
 
-def test_only_the_given_tensor_changes(sharded: Path) -> None:
+def test_only_the_given_tensor_changes(sharded):
     (sharded / "tokenizer.json").write_text("T")
     (sharded / "README.md").write_text("card")
     (sharded / "consolidated.safetensors").write_bytes(b"stale")
@@ -47,7 +43,7 @@ def test_only_the_given_tensor_changes(sharded: Path) -> None:
     assert (out / SHARDS[1]).read_bytes() == (sharded / SHARDS[1]).read_bytes()
 
 
-def test_linked_blobs_of_the_hub_cache_become_files(make_folder: MakeFolder) -> None:
+def test_linked_blobs_of_the_hub_cache_become_files(make_folder):
     blobs = make_folder("blobs")
     snapshot = blobs.parent / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -61,7 +57,7 @@ def test_linked_blobs_of_the_hub_cache_become_files(make_folder: MakeFolder) -> 
         assert len(Checkpoint.open(out)) == len(sample_tensors())
 
 
-def test_pickled_sources_become_safetensors(make_folder: MakeFolder) -> None:
+def test_pickled_sources_become_safetensors(make_folder):
     shards = {
         "pytorch_model-00001-of-00001.bin": sample_tensors(),
     }
@@ -83,7 +79,7 @@ def test_pickled_sources_become_safetensors(make_folder: MakeFolder) -> None:
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
-def test_misfits_are_refused_and_leave_nothing(make_folder: MakeFolder, kind: str) -> None:
+def test_misfits_are_refused_and_leave_nothing(make_folder, kind):
     folder = make_folder(files={kind: sample_tensors()})
     before = sorted(os.listdir(folder.parent))
     with CheckpointPatch(Checkpoint.open(folder), folder.parent / "out") as patch:
@@ -97,13 +93,13 @@ def test_misfits_are_refused_and_leave_nothing(make_folder: MakeFolder, kind: st
 
 
 @pytest.mark.parametrize("where", [".", "inside"])
-def test_the_source_itself_is_never_the_output(sharded: Path, where: str) -> None:
+def test_the_source_itself_is_never_the_output(sharded, where):
     with pytest.raises(CheckpointError, match="the input folder"):
         CheckpointPatch(Checkpoint.open(sharded), sharded / where, overwrite=True)
     assert len(Checkpoint.open(sharded)) == len(sample_tensors())
 
 
-def test_existing_outputs(sharded: Path, make_folder: MakeFolder) -> None:
+def test_existing_outputs(sharded, make_folder):
     out = make_folder("out")
     source = Checkpoint.open(sharded)
     with pytest.raises(CheckpointError, match="exists"):
@@ -117,7 +113,7 @@ def test_existing_outputs(sharded: Path, make_folder: MakeFolder) -> None:
         patch.write(GATE, new_gate())
 
 
-def test_threads_patch_one_copy(sharded: Path) -> None:
+def test_threads_patch_one_copy(sharded):
     out = sharded.parent / "out"
     block = torch.arange(48.0).view(1, 6, 8)
     with CheckpointPatch(Checkpoint.open(sharded), out) as patch, ThreadPoolExecutor(4) as pool:
@@ -128,7 +124,7 @@ def test_threads_patch_one_copy(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_copies_are_made_beforehand(sharded: Path, link: bool) -> None:
+def test_copies_are_made_beforehand(sharded, link):
     out = sharded.parent / "out"
     with CheckpointPatch(Checkpoint.open(sharded), out, link=link) as patch:
         patch.begin([GATE])
@@ -145,7 +141,7 @@ def test_copies_are_made_beforehand(sharded: Path, link: bool) -> None:
     assert torch.equal(Checkpoint.open(sharded)[GATE], sample_tensors()[GATE])
 
 
-def test_a_failing_copy_is_told_and_leaves_nothing(sharded: Path) -> None:
+def test_a_failing_copy_is_told_and_leaves_nothing(sharded):
     source = Checkpoint.open(sharded)
     (sharded / SHARDS[1]).unlink()  # after it was opened
     before = sorted(os.listdir(sharded.parent))
@@ -156,7 +152,7 @@ def test_a_failing_copy_is_told_and_leaves_nothing(sharded: Path) -> None:
     assert sorted(os.listdir(sharded.parent)) == before
 
 
-def test_giving_up_ends_the_copies(sharded: Path) -> None:
+def test_giving_up_ends_the_copies(sharded):
     before = sorted(os.listdir(sharded.parent))
     with CheckpointPatch(Checkpoint.open(sharded), sharded.parent / "out") as patch:
         patch.begin([GATE])
@@ -166,9 +162,7 @@ def test_giving_up_ends_the_copies(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["touched", "grown", "replaced", "gone"])
-def test_a_model_that_changes_while_it_is_read_gives_no_output(
-    zoo_folder: Callable[..., Path], tmp_path: Path, how: str
-) -> None:
+def test_a_model_that_changes_while_it_is_read_gives_no_output(zoo_folder, tmp_path, how):
     source = zoo.perturb(zoo_folder("olmoe"), tmp_path / "source", seed=1)
     weights = source / "model.safetensors"
     checkpoint = Checkpoint.open(source)

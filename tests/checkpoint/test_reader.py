@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -16,10 +14,10 @@ from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
 from processes import python
 
-from .conftest import MakeFolder, sample_tensors
+from .conftest import sample_tensors
 
 
-def test_single_file(make_folder: MakeFolder) -> None:
+def test_single_file(make_folder):
     folder = make_folder()
     with Checkpoint.open(str(folder)) as checkpoint:
         assert checkpoint.label == str(folder)
@@ -35,14 +33,14 @@ def test_single_file(make_folder: MakeFolder) -> None:
         assert torch.equal(rows, expected)
 
 
-def test_sharded_reads_like_single(make_folder: MakeFolder, sharded: Path) -> None:
+def test_sharded_reads_like_single(make_folder, sharded):
     checkpoint, single = Checkpoint.open(sharded), Checkpoint.open(ModelRef(str(make_folder())))
     assert len(checkpoint.files) == 2
     assert all(torch.equal(checkpoint[n], single[n]) for n in single)
     assert checkpoint.fingerprint() == single.fingerprint()
 
 
-def test_models_with_equal_headers_share_their_structure(make_folder: MakeFolder) -> None:
+def test_models_with_equal_headers_share_their_structure(make_folder):
     first, second = (Checkpoint.open(make_folder(name=name)) for name in ("a", "b"))
     assert first.structure is second.structure
     assert first.files[0].path != second.files[0].path
@@ -52,13 +50,13 @@ def test_models_with_equal_headers_share_their_structure(make_folder: MakeFolder
         assert third.files[0].tensors is first.files[0].tensors
 
 
-def test_reads_are_fresh_memory(sharded: Path) -> None:
+def test_reads_are_fresh_memory(sharded):
     checkpoint = Checkpoint.open(sharded)
     checkpoint["model.norm.weight"].zero_()
     assert torch.equal(checkpoint["model.norm.weight"], torch.ones(8, dtype=torch.float16))
 
 
-def test_an_adapter_beside_the_model_is_not_part_of_it(make_folder: MakeFolder) -> None:
+def test_an_adapter_beside_the_model_is_not_part_of_it(make_folder):
     files = {
         "a.safetensors": {"x": torch.ones(2)},
         "adapter_model.safetensors": {"y": torch.ones(1)},
@@ -66,7 +64,7 @@ def test_an_adapter_beside_the_model_is_not_part_of_it(make_folder: MakeFolder) 
     assert list(Checkpoint.open(make_folder(files=files))) == ["x"]
 
 
-def test_duplicate_tensors_without_an_index_are_refused(make_folder: MakeFolder) -> None:
+def test_duplicate_tensors_without_an_index_are_refused(make_folder):
     files = {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"x": torch.zeros(2)}}
     folder, before = make_folder(files=files), len(os.listdir("/proc/self/fd"))
     with pytest.raises(CheckpointError, match=r"'x' is in .*a.safetensors and in .*b.safetensors"):
@@ -74,7 +72,7 @@ def test_duplicate_tensors_without_an_index_are_refused(make_folder: MakeFolder)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_duplicate_tensors_with_an_index_must_be_equal(make_folder: MakeFolder) -> None:
+def test_duplicate_tensors_with_an_index_must_be_equal(make_folder):
     index = {"x": "a.safetensors", "y": "b.safetensors"}
     for value in (1.0, 2.0):
         files = {
@@ -89,7 +87,7 @@ def test_duplicate_tensors_with_an_index_must_be_equal(make_folder: MakeFolder) 
             Checkpoint.open(folder)
 
 
-def test_a_missing_numbered_shard_is_noticed_without_an_index(make_folder: MakeFolder) -> None:
+def test_a_missing_numbered_shard_is_noticed_without_an_index(make_folder):
     folder = make_folder(files={"model-00002-of-00002.safetensors": {"x": torch.ones(2)}})
     with pytest.raises(CheckpointError, match=r"but not model-00001-of-00002\.safetensors"):
         Checkpoint.open(folder)
@@ -98,14 +96,14 @@ def test_a_missing_numbered_shard_is_noticed_without_an_index(make_folder: MakeF
 @pytest.mark.parametrize(
     "name", ["../other/model.safetensors", "/etc/passwd.safetensors", "a/../../b.safetensors", ""]
 )
-def test_an_index_that_leaves_the_folder_is_refused(make_folder: MakeFolder, name: str) -> None:
+def test_an_index_that_leaves_the_folder_is_refused(make_folder, name):
     make_folder("other")
     folder = make_folder(weight_map={"x": name})
     with pytest.raises(CheckpointError, match="outside the model folder"):
         Checkpoint.open(folder)
 
 
-def broken_index(make_folder: MakeFolder, content: object) -> Path:
+def broken_index(make_folder, content):
     folder = make_folder(files={"a.safetensors": {"x": torch.ones(2)}})
     text = content if isinstance(content, str) else json.dumps(content)
     (folder / "model.safetensors.index.json").write_text(text)
@@ -125,24 +123,24 @@ def broken_index(make_folder: MakeFolder, content: object) -> Path:
         ({"weight_map": {"xx": "a.safetensors"}}, "which does not hold it"),
     ],
 )
-def test_broken_indexes(make_folder: MakeFolder, content: object, message: str) -> None:
+def test_broken_indexes(make_folder, content, message):
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(broken_index(make_folder, content))
 
 
-def test_tensors_that_the_index_forgot_are_read(make_folder: MakeFolder) -> None:
+def test_tensors_that_the_index_forgot_are_read(make_folder):
     files = {"a.safetensors": {"x": torch.ones(2), "forgotten": torch.ones(3)}}
     checkpoint = Checkpoint.open(make_folder(files=files, weight_map={"x": "a.safetensors"}))
     assert set(checkpoint) == {"x", "forgotten"}
 
 
-def test_single_file_beside_an_index_is_ambiguous(make_folder: MakeFolder) -> None:
+def test_single_file_beside_an_index_is_ambiguous(make_folder):
     files = {"model.safetensors": {"x": torch.ones(2)}, "a.safetensors": {"x": torch.ones(2)}}
     with pytest.raises(CheckpointError, match="unclear which of the two"):
         Checkpoint.open(make_folder(files=files, weight_map={"x": "a.safetensors"}))
 
 
-def test_config_missing_and_invalid(make_folder: MakeFolder) -> None:
+def test_config_missing_and_invalid(make_folder):
     folder = make_folder()
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config.json is not valid JSON"):
@@ -158,14 +156,14 @@ def test_config_missing_and_invalid(make_folder: MakeFolder) -> None:
         Checkpoint.open(folder)
 
 
-def test_a_folder_without_weights(make_folder: MakeFolder) -> None:
+def test_a_folder_without_weights(make_folder):
     folder = make_folder()
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="has no weights"):
         Checkpoint.open(folder)
 
 
-def test_a_missing_tensor_is_suggested(sharded: Path) -> None:
+def test_a_missing_tensor_is_suggested(sharded):
     checkpoint = Checkpoint.open(sharded)
     with pytest.raises(CheckpointError, match=r"did you mean 'model.norm.weight'"):
         checkpoint.read("model.norm.weigth")
@@ -174,7 +172,7 @@ def test_a_missing_tensor_is_suggested(sharded: Path) -> None:
     assert checkpoint.get("nothing") is None
 
 
-def test_fingerprints_tell_models_apart(make_folder: MakeFolder) -> None:
+def test_fingerprints_tell_models_apart(make_folder):
     tensors = sample_tensors()
     first = Checkpoint.open(make_folder("a")).fingerprint()
     assert first == Checkpoint.open(make_folder("b")).fingerprint()
@@ -185,7 +183,7 @@ def test_fingerprints_tell_models_apart(make_folder: MakeFolder) -> None:
     assert first != Checkpoint.open(other_config).fingerprint()
 
 
-def test_pickled_models(make_folder: MakeFolder) -> None:
+def test_pickled_models(make_folder):
     tensors = sample_tensors()
     names = list(tensors)
     shards = {
@@ -204,7 +202,7 @@ def test_pickled_models(make_folder: MakeFolder) -> None:
         assert checkpoint.fingerprint() == Checkpoint.open(single).fingerprint()
 
 
-def test_safetensors_go_before_pickles(make_folder: MakeFolder) -> None:
+def test_safetensors_go_before_pickles(make_folder):
     files = {"model.safetensors": {"x": torch.ones(1)}, "pytorch_model.bin": {"x": torch.zeros(1)}}
     assert Checkpoint.open(make_folder(files=files))["x"].item() == 1
 
@@ -223,7 +221,7 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_memory_stays_bounded(make_folder: MakeFolder) -> None:
+def test_memory_stays_bounded(make_folder):
     """Reading 80 MB, 4 MB at a time, must not hold them: that is why nothing is mapped."""
     tensors = {f"t{i}": torch.ones(2**20) for i in range(20)}
     kinds = ("model.safetensors", "pytorch_model.bin")
@@ -233,7 +231,7 @@ def test_memory_stays_bounded(make_folder: MakeFolder) -> None:
     assert all(int(grown) < 40 * 1024 for grown in run.stdout.split()), run.stdout  # kilobytes
 
 
-def test_too_many_open_files_is_explained(tmp_path: Path) -> None:
+def test_too_many_open_files_is_explained(tmp_path):
     folder = tmp_path / "many"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -251,11 +249,11 @@ def test_too_many_open_files_is_explained(tmp_path: Path) -> None:
 
 
 class Evil:
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self):
         return (Path.touch, (Path("pwned"),))
 
 
-def test_code_in_a_pickle_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_a_pickle_is_never_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"x": Evil()}, tmp_path / "evil.bin")
     with pytest.raises(CheckpointError, match="holds more than tensors"):
@@ -271,13 +269,13 @@ def test_code_in_a_pickle_is_never_run(tmp_path: Path, monkeypatch: pytest.Monke
         ({"x": torch.eye(2).to_sparse()}, "expected a plain dense tensor"),
     ],
 )
-def test_other_contents_are_refused(tmp_path: Path, content: object, message: str) -> None:
+def test_other_contents_are_refused(tmp_path, content, message):
     torch.save(content, tmp_path / "x.bin")
     with pytest.raises(CheckpointError, match=message):
         PickledFile(tmp_path / "x.bin")
 
 
-def test_damaged_and_old_files(tmp_path: Path) -> None:
+def test_damaged_and_old_files(tmp_path):
     torch.save({"x": torch.ones(1000)}, tmp_path / "x.bin")
     whole = (tmp_path / "x.bin").read_bytes()
     (tmp_path / "cut.bin").write_bytes(whole[: len(whole) // 2])
@@ -288,7 +286,7 @@ def test_damaged_and_old_files(tmp_path: Path) -> None:
             PickledFile(tmp_path / name)
 
 
-def test_views_come_out_whole(tmp_path: Path) -> None:
+def test_views_come_out_whole(tmp_path):
     base = torch.arange(12.0).view(3, 4)
     torch.save({"t": base.T, "tied": base}, tmp_path / "x.bin")
     file = PickledFile(tmp_path / "x.bin")

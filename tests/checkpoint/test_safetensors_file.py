@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import os
 import struct
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +14,13 @@ from moemerge.errors import CheckpointError, UsageError
 from .conftest import write_raw
 
 
-def entry(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, object]:
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
     as_list = [list(x) if isinstance(x, tuple) else x for x in (shape, offsets)]
     return {"dtype": dtype, "shape": as_list[0], "data_offsets": as_list[1]}
 
 
 @pytest.mark.parametrize("name", sorted(DTYPE_OF))
-def test_every_dtype_reads_as_it_was_saved(tmp_path: Path, name: str) -> None:
+def test_every_dtype_reads_as_it_was_saved(tmp_path, name):
     dtype = DTYPE_OF[name].torch
     raw = torch.arange(6 * dtype.itemsize, dtype=torch.uint8) % 2
     saved = raw.view(dtype).view(3, 2)
@@ -37,7 +34,7 @@ def test_every_dtype_reads_as_it_was_saved(tmp_path: Path, name: str) -> None:
     assert as_bytes(file.read("x", (1, 3))) == as_bytes(saved)[saved.nbytes // 3 :]
 
 
-def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
+def test_scalars_and_empty_tensors(tmp_path):
     tensors = {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "flat": torch.empty(2, 0)}
     save_file(tensors, tmp_path / "x.safetensors")
     file = SafetensorsFile(tmp_path / "x.safetensors")
@@ -49,7 +46,7 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skipped", [2**31, 2**32, 10**10])
-def test_a_shard_of_many_gigabytes_is_read(tmp_path: Path, skipped: int) -> None:
+def test_a_shard_of_many_gigabytes_is_read(tmp_path, skipped):
     """Its middle is a hole, which takes no room on the disk. Hub shards have 5 GB and more."""
     path, wanted = tmp_path / "x.safetensors", torch.arange(6.0).view(3, 2)
     hole = TensorInfo.of("hole", torch.float32, (skipped // 8, 2))
@@ -65,13 +62,13 @@ def test_a_shard_of_many_gigabytes_is_read(tmp_path: Path, skipped: int) -> None
 
 
 @pytest.mark.parametrize("rows", [(-1, 2), (2, 1), (0, 5)])
-def test_rows_outside_are_refused(tmp_path: Path, rows: tuple[int, int]) -> None:
+def test_rows_outside_are_refused(tmp_path, rows):
     save_file({"x": torch.zeros(4, 2)}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="were requested of tensor 'x' of shape"):
         SafetensorsFile(tmp_path / "x.safetensors").read("x", rows)
 
 
-def test_reading_into_a_buffer(tmp_path: Path) -> None:
+def test_reading_into_a_buffer(tmp_path):
     saved = torch.randn(4, 3)
     save_file({"x": saved}, tmp_path / "x.safetensors")
     file = SafetensorsFile(tmp_path / "x.safetensors")
@@ -132,7 +129,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("case", LIES)
-def test_a_header_that_lies_is_refused(tmp_path: Path, case: str) -> None:
+def test_a_header_that_lies_is_refused(tmp_path, case):
     header, data, length, message = LIES[case]
     path = write_raw(tmp_path / "lie.safetensors", header, data, length)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -141,7 +138,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, case: str) -> None:
     assert caught.value.hint
 
 
-def test_too_many_tensors_are_refused_before_they_are_parsed(tmp_path: Path) -> None:
+def test_too_many_tensors_are_refused_before_they_are_parsed(tmp_path):
     header = b'{"data_offsets":' * 300_000  # not even JSON
     path = tmp_path / "many.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header)
@@ -149,7 +146,7 @@ def test_too_many_tensors_are_refused_before_they_are_parsed(tmp_path: Path) -> 
         SafetensorsFile(path)
 
 
-def test_an_oversized_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_an_oversized_header_is_refused_before_it_is_read(tmp_path):
     path = tmp_path / "big.safetensors"
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", 200_000_000))
@@ -158,7 +155,7 @@ def test_an_oversized_header_is_refused_before_it_is_read(tmp_path: Path) -> Non
         SafetensorsFile(path)
 
 
-def test_tiny_missing_and_unreadable_files(tmp_path: Path) -> None:
+def test_tiny_missing_and_unreadable_files(tmp_path):
     (tmp_path / "tiny.safetensors").write_bytes(b"abc")
     with pytest.raises(CheckpointError, match="has 3 bytes, too few"):
         SafetensorsFile(tmp_path / "tiny.safetensors")
@@ -166,7 +163,7 @@ def test_tiny_missing_and_unreadable_files(tmp_path: Path) -> None:
         SafetensorsFile(tmp_path / "none.safetensors")
 
 
-def test_a_file_cut_after_opening_is_a_short_read(tmp_path: Path) -> None:
+def test_a_file_cut_after_opening_is_a_short_read(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"x": torch.zeros(100)}, path)
     file = SafetensorsFile(path)
@@ -175,7 +172,7 @@ def test_a_file_cut_after_opening_is_a_short_read(tmp_path: Path) -> None:
         file.read("x")
 
 
-def test_descriptors_are_closed(tmp_path: Path) -> None:
+def test_descriptors_are_closed(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"x": torch.zeros(2)}, path)
     bad = write_raw(tmp_path / "bad.safetensors", b"{oops")
@@ -193,12 +190,12 @@ def test_descriptors_are_closed(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_threads_share_one_descriptor(tmp_path: Path) -> None:
+def test_threads_share_one_descriptor(tmp_path):
     saved = {f"t{i}": torch.randn(50, 64) for i in range(20)}
     save_file(saved, tmp_path / "x.safetensors")
     file = SafetensorsFile(tmp_path / "x.safetensors")
 
-    def check(job: int) -> bool:
+    def check(job):
         name, row = f"t{job % 20}", job % 49
         return torch.equal(file.read(name, (row, row + 2)), saved[name][row : row + 2])
 
@@ -206,7 +203,7 @@ def test_threads_share_one_descriptor(tmp_path: Path) -> None:
         assert all(pool.map(check, range(2000)))
 
 
-def test_wider_dtypes_come_first_so_that_all_are_aligned() -> None:
+def test_wider_dtypes_come_first_so_that_all_are_aligned():
     infos = [
         TensorInfo.of("flag", torch.bool, (3,)),
         TensorInfo.of("half", torch.bfloat16, (3,)),
@@ -230,17 +227,17 @@ def test_wider_dtypes_come_first_so_that_all_are_aligned() -> None:
         (7, 7),
     ],
 )
-def test_sizes(text: str | int, nbytes: int) -> None:
+def test_sizes(text, nbytes):
     assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize(
     "text", ["", "five", "5XB", "-5GB", "0", "0.1", "GB", True, "5 G B", "9" * 5000, f"{10**400}.5"]
 )
-def test_no_sizes(text: str) -> None:
+def test_no_sizes(text):
     with pytest.raises(UsageError, match="5GB"):
         parse_size(text)
 
 
-def test_sizes_for_people() -> None:
+def test_sizes_for_people():
     assert [format_size(n) for n in (12, 1500, 13 * 10**8)] == ["12 bytes", "1.5 kB", "1.3 GB"]

@@ -1,18 +1,14 @@
-from __future__ import annotations
-
 import errno
 import json
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
 
 from moemerge.checkpoint import Checkpoint, CheckpointWriter, TensorInfo
 from moemerge.checkpoint.safetensors_file import DTYPE_OF
@@ -26,15 +22,15 @@ from .conftest import sample_tensors
 BIG = 10**12
 
 
-def infos(tensors: dict[str, Tensor]) -> list[TensorInfo]:
+def infos(tensors):
     return [TensorInfo.of(name, t.dtype, t.shape) for name, t in tensors.items()]
 
 
-def writer(out: Path, tensors: dict[str, Tensor], shard_bytes: int = BIG) -> CheckpointWriter:
+def writer(out, tensors, shard_bytes=BIG):
     return CheckpointWriter(out, infos(tensors), shard_bytes=shard_bytes, overwrite=False)
 
 
-def test_one_shard(tmp_path: Path) -> None:
+def test_one_shard(tmp_path):
     tensors = sample_tensors()
     with writer(tmp_path / "out", tensors) as w:
         for name, tensor in tensors.items():
@@ -51,7 +47,7 @@ def test_one_shard(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
-def test_several_shards_in_the_given_order(tmp_path: Path) -> None:
+def test_several_shards_in_the_given_order(tmp_path):
     tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}  # 40 bytes each
     with writer(tmp_path / "out", tensors, shard_bytes=80) as w:
         for name in reversed(tensors):
@@ -67,7 +63,7 @@ def test_several_shards_in_the_given_order(tmp_path: Path) -> None:
     assert all(torch.equal(checkpoint[n], t) for n, t in tensors.items())
 
 
-def test_a_tensor_larger_than_a_shard_gets_its_own(tmp_path: Path) -> None:
+def test_a_tensor_larger_than_a_shard_gets_its_own(tmp_path):
     sizes = [10, 500, 10, 10]
     shards = plan_shards(
         [TensorInfo.of(f"t{i}", torch.uint8, (n,)) for i, n in enumerate(sizes)], 50
@@ -75,7 +71,7 @@ def test_a_tensor_larger_than_a_shard_gets_its_own(tmp_path: Path) -> None:
     assert [[t.name for t in group] for group in shards.values()] == [["t0"], ["t1"], ["t2", "t3"]]
 
 
-def test_every_dtype_round_trips(tmp_path: Path) -> None:
+def test_every_dtype_round_trips(tmp_path):
     tensors = {
         name: (torch.arange(6 * d.itemsize, dtype=torch.uint8) % 2).view(d.torch).view(3, 2)
         for name, d in DTYPE_OF.items()
@@ -91,13 +87,13 @@ def test_every_dtype_round_trips(tmp_path: Path) -> None:
         assert as_bytes(loaded[name]) == as_bytes(tensor)
 
 
-def test_blocks_of_rows_from_many_threads(tmp_path: Path) -> None:
+def test_blocks_of_rows_from_many_threads(tmp_path):
     tensors = {f"t{i}": torch.randn(64, 3, 5) for i in range(6)}
     jobs = [(name, row) for name in tensors for row in range(0, 64, 4)]
     order = torch.randperm(len(jobs), generator=torch.Generator().manual_seed(0)).tolist()
     with writer(tmp_path / "out", tensors, shard_bytes=10_000) as w, ThreadPoolExecutor(8) as pool:
 
-        def write(job: int) -> None:
+        def write(job):
             name, row = jobs[job]
             w.write(name, tensors[name][row : row + 4], row)
 
@@ -108,7 +104,7 @@ def test_blocks_of_rows_from_many_threads(tmp_path: Path) -> None:
     assert all(torch.equal(checkpoint[n], t) for n, t in tensors.items())
 
 
-def test_views_are_written_as_they_look(tmp_path: Path) -> None:
+def test_views_are_written_as_they_look(tmp_path):
     base = torch.randn(4, 6)
     with writer(tmp_path / "out", {"x": base.T}) as w:
         w.write("x", base.T)
@@ -116,7 +112,7 @@ def test_views_are_written_as_they_look(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["x"], base.T)
 
 
-def test_commit_refuses_an_incomplete_output(tmp_path: Path) -> None:
+def test_commit_refuses_an_incomplete_output(tmp_path):
     with writer(tmp_path / "out", {"x": torch.zeros(4, 2), "y": torch.zeros(1)}) as w:
         w.write("x", torch.zeros(1, 2), 0)
         w.write("x", torch.zeros(1, 2), 2)
@@ -127,7 +123,7 @@ def test_commit_refuses_an_incomplete_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("second", [(0, 2), (1, 3), (2, 4), (0, 4)])
-def test_a_row_is_written_once(tmp_path: Path, second: tuple[int, int]) -> None:
+def test_a_row_is_written_once(tmp_path, second):
     with writer(tmp_path / "out", {"x": torch.zeros(4, 2)}) as w:
         w.write("x", torch.zeros(2, 2), 1)
         with pytest.raises(CheckpointError, match="written a second time"):
@@ -145,7 +141,7 @@ def test_a_row_is_written_once(tmp_path: Path, second: tuple[int, int]) -> None:
         (torch.tensor(0.0), 0),
     ],
 )
-def test_what_was_not_declared_is_refused(tmp_path: Path, tensor: Tensor, row: int) -> None:
+def test_what_was_not_declared_is_refused(tmp_path, tensor, row):
     with writer(tmp_path / "out", {"x": torch.zeros(4, 2)}) as w:
         with pytest.raises(CheckpointError, match="was declared as"):
             w.write("x", tensor, row)
@@ -153,7 +149,7 @@ def test_what_was_not_declared_is_refused(tmp_path: Path, tensor: Tensor, row: i
             w.write("y", torch.zeros(1))
 
 
-def test_impossible_declarations(tmp_path: Path) -> None:
+def test_impossible_declarations(tmp_path):
     x = TensorInfo.of("x", torch.float32, (1,))
     for bad in ([x, x], [TensorInfo.of("__metadata__", torch.float32, (1,))], []):
         with pytest.raises(CheckpointError):
@@ -163,14 +159,14 @@ def test_impossible_declarations(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
+def test_an_exception_leaves_nothing(tmp_path):
     out = tmp_path / "new" / "parents" / "out"
     with pytest.raises(RuntimeError), writer(out, {"x": torch.zeros(1)}):
         raise RuntimeError
     assert os.listdir(tmp_path) == []
 
 
-def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
+def test_nothing_is_written_after_the_end(tmp_path):
     with writer(tmp_path / "out", {"x": torch.zeros(1)}) as w:
         w.write("x", torch.zeros(1))
         w.commit()
@@ -180,7 +176,7 @@ def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_other_files(tmp_path: Path) -> None:
+def test_other_files(tmp_path):
     (tmp_path / "tokenizer.json").write_text("T")
     with writer(tmp_path / "out", {"x": torch.zeros(1)}) as w:
         w.write("x", torch.zeros(1))
@@ -208,7 +204,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_a_killed_run_leaves_out_as_it_was(tmp_path: Path, existing: bool) -> None:
+def test_a_killed_run_leaves_out_as_it_was(tmp_path, existing):
     out = tmp_path / "out"
     if existing:
         out.mkdir()
@@ -228,7 +224,7 @@ def test_a_killed_run_leaves_out_as_it_was(tmp_path: Path, existing: bool) -> No
     assert os.listdir(out) == ["model.safetensors"]
 
 
-def test_the_partial_folder_of_a_living_run_is_left_alone(tmp_path: Path) -> None:
+def test_the_partial_folder_of_a_living_run_is_left_alone(tmp_path):
     with writer(tmp_path / "out", {"x": torch.zeros(1)}) as first:
         with writer(tmp_path / "out", {"x": torch.ones(1)}) as second:
             first.write("x", torch.zeros(1))
@@ -260,7 +256,7 @@ with CheckpointWriter(Path(sys.argv[1]), infos, shard_bytes=10**4, overwrite=Tru
 """
 
 
-def test_a_failing_write_stops_everything(tmp_path: Path) -> None:
+def test_a_failing_write_stops_everything(tmp_path):
     """A file-size limit fails inside pwrite, as a full disk does."""
     result = python(FULL, tmp_path / "out")
     assert result.returncode == 0, result.stderr
@@ -269,8 +265,8 @@ def test_a_failing_write_stops_everything(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_full_disk_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
+def test_a_full_disk_is_explained(tmp_path, monkeypatch):
+    def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with writer(tmp_path / "out", {"x": torch.zeros(1)}) as w:
@@ -283,7 +279,7 @@ def test_a_full_disk_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert os.listdir(tmp_path) == []
 
 
-def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_continued(tmp_path, monkeypatch):
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:5000], at))
     value = torch.arange(30_001, dtype=torch.int32)
@@ -294,13 +290,13 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], value)
 
 
-def test_abort_waits_for_running_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_waits_for_running_writes(tmp_path, monkeypatch):
     real, finished = os.pwrite, []
 
-    def slow(*args: object) -> int:
+    def slow(*args):
         time.sleep(0.2)
         finished.append(True)
-        return real(*args)  # type: ignore[arg-type]
+        return real(*args)
 
     w = writer(tmp_path / "out", {"x": torch.zeros(1)})
     monkeypatch.setattr(os, "pwrite", slow)
@@ -313,10 +309,8 @@ def test_abort_waits_for_running_writes(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.listdir(tmp_path) == []
 
 
-def test_an_interrupted_write_cannot_be_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> int:
+def test_an_interrupted_write_cannot_be_committed(tmp_path, monkeypatch):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with writer(tmp_path / "out", {"x": torch.zeros(1)}) as w:
@@ -329,7 +323,7 @@ def test_an_interrupted_write_cannot_be_committed(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_missing_companion_is_named(tmp_path: Path) -> None:
+def test_a_missing_companion_is_named(tmp_path):
     with (
         writer(tmp_path / "out", {"x": torch.zeros(1)}) as w,
         pytest.raises(CheckpointError, match=r"gone\.json cannot be read"),

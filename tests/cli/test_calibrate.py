@@ -1,36 +1,30 @@
 """`moemerge calibrate` and `moemerge run` as a user meets them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import processes
 import zoo
-from calibration import cases
 from moemerge.cli.app import app
 from moemerge.runtime.journals import journal_path
 
 
 @pytest.fixture
-def case(case_of: Callable[..., cases.Case]) -> cases.Case:
+def case(case_of):
     return case_of("olmoe")
 
 
-def moemerge(*args: str | Path) -> Result:
+def moemerge(*args):
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(arg) for arg in args])
 
 
-def test_a_table_on_stdout_and_a_line_for_each_layer_on_stderr(
-    case: cases.Case, tmp_path: Path
-) -> None:
+def test_a_table_on_stdout_and_a_line_for_each_layer_on_stderr(case, tmp_path):
     result = moemerge("calibrate", case.merged, tmp_path / "out", *case.flags)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -46,7 +40,7 @@ def test_a_table_on_stdout_and_a_line_for_each_layer_on_stderr(
     assert [line[:7] for line in layers] == ["layer 0", "layer 1", "layer 2"]
 
 
-def test_flags_reach_the_settings(case: cases.Case, tmp_path: Path) -> None:
+def test_flags_reach_the_settings(case, tmp_path):
     result = moemerge(
         "calibrate", case.merged, tmp_path / "out", *case.flags, "--gamma", "0.2", "--layers",
         "last:1", "--curvature", "diagonal", "--init", "zero", "--max-tokens", "60", "--holdout",
@@ -82,9 +76,7 @@ def test_flags_reach_the_settings(case: cases.Case, tmp_path: Path) -> None:
         (["--max-steps", "1", "--strict"], 4, "did not converge"),
     ],
 )
-def test_errors_have_their_exit_codes(
-    more: list[str], code: int, words: str, case: cases.Case, tmp_path: Path
-) -> None:
+def test_errors_have_their_exit_codes(more, code, words, case, tmp_path):
     result = moemerge("calibrate", case.merged, tmp_path / "out", *case.flags, *more)
     assert result.exit_code == code, result.output
     assert result.stderr.splitlines()[-2:] != []
@@ -104,9 +96,7 @@ def test_errors_have_their_exit_codes(
         ('{"text": "fine"}\n', "last:9", "layers, 0 to"),
     ],
 )
-def test_validate_checks_text_and_layers_of_a_repair(
-    case: cases.Case, tmp_path: Path, content: str | None, layers: str, said: str
-) -> None:
+def test_validate_checks_text_and_layers_of_a_repair(case, tmp_path, content, layers, said):
     if content is not None:
         (tmp_path / "text.jsonl").write_text(content)
     lines = ["merge_method: linear", "models:"]
@@ -124,9 +114,7 @@ def test_validate_checks_text_and_layers_of_a_repair(
         assert not (tmp_path / "out").exists()
 
 
-def test_its_own_config_makes_a_run_again_from_anywhere(
-    case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_own_config_makes_a_run_again_from_anywhere(case, tmp_path, monkeypatch):
     for name, folder in case.sources.items():
         shutil.copytree(folder, tmp_path / name)
         zoo.tiny_tokenizer(tmp_path / name)
@@ -154,7 +142,7 @@ def test_its_own_config_makes_a_run_again_from_anywhere(
             assert path.read_bytes() == Path(made, path.name).read_bytes()
 
 
-def test_an_interrupted_calibration_can_be_resumed(case: cases.Case, tmp_path: Path) -> None:
+def test_an_interrupted_calibration_can_be_resumed(case, tmp_path):
     """Ctrl-C once a layer is finished: exit code 130, and the same command continues."""
     out = tmp_path / "out"
     slow = ["--rtol", "1e-300", "--max-steps", "600", "--preconditioner", "none"]

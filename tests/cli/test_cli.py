@@ -1,7 +1,5 @@
 """The commands as a user meets them: output, messages and exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -35,7 +33,7 @@ def config(models, tmp_path):
     return path
 
 
-def refused(result, code: int, *words: str) -> None:
+def refused(result, code, *words):
     """One message of ours on stderr, its exit code, no traceback, nothing on stdout."""
     assert result.returncode == code, result.stderr
     assert result.stderr.startswith("error: ")

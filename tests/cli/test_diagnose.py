@@ -1,14 +1,10 @@
 """`moemerge diagnose` and `moemerge swap-routers` as a user meets them."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import zoo
 from calibration import cases
@@ -18,15 +14,15 @@ from moemerge.errors import CheckpointError
 
 
 @pytest.fixture
-def case(case_of: Callable[..., cases.Case]) -> cases.Case:
+def case(case_of):
     return case_of("olmoe", rows=6)
 
 
-def moemerge(*args: str | Path, columns: int = 80) -> Result:
+def moemerge(*args, columns=80):
     return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, [str(arg) for arg in args])
 
 
-def test_a_bar_for_each_layer_then_totals_and_advice(case: cases.Case) -> None:
+def test_a_bar_for_each_layer_then_totals_and_advice(case):
     result = moemerge("diagnose", case.merged, *case.flags)
     assert result.exit_code == 0, result.output
     lines = [line.rstrip() for line in result.stdout.splitlines()]
@@ -43,7 +39,7 @@ def test_a_bar_for_each_layer_then_totals_and_advice(case: cases.Case) -> None:
     assert "\x1b" not in result.stdout
 
 
-def test_two_models_side_by_side_fit_a_terminal(case: cases.Case) -> None:
+def test_two_models_side_by_side_fit_a_terminal(case):
     other = case.sources["math"]
     result = moemerge("diagnose", case.merged, "--against", other, "--swaps", *case.flags)
     assert result.exit_code == 0, result.output
@@ -56,7 +52,7 @@ def test_two_models_side_by_side_fit_a_terminal(case: cases.Case) -> None:
     assert "repeat" in long.stdout
 
 
-def test_the_command_in_the_document_repeats_it(case: cases.Case) -> None:
+def test_the_command_in_the_document_repeats_it(case):
     given = ["--layers", "last:2", "--max-length", "9", "--swaps", "--holdout", "0.5"]
     first = moemerge("diagnose", case.merged, *case.flags, *given, "--json", "-")
     document = json.loads(first.stdout)
@@ -67,7 +63,7 @@ def test_the_command_in_the_document_repeats_it(case: cases.Case) -> None:
     assert again["swaps"] == document["swaps"]
 
 
-def test_what_is_refused_has_an_exit_code_and_one_message(case: cases.Case) -> None:
+def test_what_is_refused_has_an_exit_code_and_one_message(case):
     unpaired = [flag for flag in case.flags if not flag.startswith("--data=code")]
     for given, code, words in (
         (unpaired, 2, "source 'code' has no data"),
@@ -83,7 +79,7 @@ def test_what_is_refused_has_an_exit_code_and_one_message(case: cases.Case) -> N
         assert result.stdout == ""
 
 
-def test_bars() -> None:
+def test_bars():
     assert bar(0, 4) == "    "
     assert bar(1, 4) == "████"
     assert bar(0.5, 4) == "██  "
@@ -92,7 +88,7 @@ def test_bars() -> None:
     assert bar(7.0, 2) == "██"
 
 
-def test_calibrate_writes_a_page_of_before_and_after(case: cases.Case, tmp_path: Path) -> None:
+def test_calibrate_writes_a_page_of_before_and_after(case, tmp_path):
     pytest.importorskip("plotly")
     page, out = tmp_path / "page.html", tmp_path / "out"
     result = moemerge(
@@ -112,13 +108,11 @@ def test_calibrate_writes_a_page_of_before_and_after(case: cases.Case, tmp_path:
     assert not (tmp_path / "b").exists()
 
 
-def test_a_page_that_fails_leaves_the_calibrated_model(
-    case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_fails_leaves_the_calibrated_model(case, tmp_path, monkeypatch):
     pytest.importorskip("plotly")
     page, out = tmp_path / "page.html", tmp_path / "out"
 
-    def full(*_: object, **__: object) -> None:
+    def full(*_, **__):
         raise CheckpointError(f"{page} cannot be written: No space left on device")
 
     monkeypatch.setattr("moemerge.diagnosis.page.write_page", full)
@@ -131,7 +125,7 @@ def test_a_page_that_fails_leaves_the_calibrated_model(
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_run_writes_a_page_too(case: cases.Case, tmp_path: Path) -> None:
+def test_run_writes_a_page_too(case, tmp_path):
     pytest.importorskip("plotly")
     config = tmp_path / "merge.yml"
     base = zoo.tiny_tokenizer(zoo.perturb(case.merged, tmp_path / "base", seed=9))
@@ -158,7 +152,7 @@ def test_run_writes_a_page_too(case: cases.Case, tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_swap_routers(case: cases.Case, tmp_path: Path) -> None:
+def test_swap_routers(case, tmp_path):
     out = tmp_path / "out"
     words = ("swap-routers", case.merged, "--from", case.sources["math"], out, "--link")
     result = moemerge(*words, columns=200)  # no long path is wrapped

@@ -1,13 +1,11 @@
 """Flags made from settings, help as a user reads it, and messages that name flags."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace as Parameter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pytest
 import typer
@@ -41,12 +39,10 @@ class Group:
     first: Annotated[int, typer.Option(help="one")] = 1
 
 
-def outcome(*args: str) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
+def outcome(*args):
+    seen = {}
 
-    def verb(
-        knobs: Knobs, data: Annotated[dict[str, list[str]], typer.Option()], group: Group
-    ) -> None:
+    def verb(knobs, data, group):
         seen.update(given(knobs), knobs=knobs, data=data, group=group)
 
     # `eval_str` reads annotations in the module, where local names are not.
@@ -63,7 +59,7 @@ def outcome(*args: str) -> dict[str, Any]:
 DATA = Annotated[dict[str, list[str]], typer.Option(metavar="NAME=FILE")]
 
 
-def test_every_kind_of_field_becomes_a_flag() -> None:
+def test_every_kind_of_field_becomes_a_flag():
     seen = outcome(
         *shlex.split(
             "--ridge 0.5 --count 3 --parts a --parts b --no-loud --dry --mode two --out-size 2GB "
@@ -78,13 +74,13 @@ def test_every_kind_of_field_becomes_a_flag() -> None:
     assert seen["group"] == Group(7)
 
 
-def test_what_is_not_given_keeps_its_default_and_is_known_not_to_be() -> None:
+def test_what_is_not_given_keeps_its_default_and_is_known_not_to_be():
     seen = outcome("--data", "a=b", "--ridge", "auto")
     assert seen["knobs"] == Knobs()
     assert {name for name in Knobs.model_fields if name in seen} == {"ridge"}
 
 
-def test_wrong_values_are_named_by_their_flags() -> None:
+def test_wrong_values_are_named_by_their_flags():
     with pytest.raises(ConfigError) as caught:
         outcome("--data", "a=b", "--mode", "twoo", "--ridge", "-1")
     assert "--mode: must be one of one, two, not 'twoo', did you mean 'two'?" in str(caught.value)
@@ -93,7 +89,7 @@ def test_wrong_values_are_named_by_their_flags() -> None:
         outcome("--data", "a")
 
 
-def test_help_tells_default_choices_and_no_type_of_switches() -> None:
+def test_help_tells_default_choices_and_no_type_of_switches():
     text = " ".join(outcome("--help")["help"].replace("│", " ").split())
     assert "--ridge X|auto Strength: auto or a number (default: auto)." in text
     assert "Way: one or two (default: one)." in text
@@ -102,7 +98,7 @@ def test_help_tells_default_choices_and_no_type_of_switches() -> None:
     assert "bool" not in text.lower()
 
 
-def commands(node: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+def commands(node, path=()):
     """Every verb by its words."""
     inner = getattr(node, "commands", None)
     if inner is None:
@@ -125,7 +121,7 @@ VERBS = commands(typer.main.get_command(app))
         ("stats", CollectingSettings),
     ],
 )
-def test_every_setting_is_a_flag_with_its_own_words(verb: str, settings: type[Strict]) -> None:
+def test_every_setting_is_a_flag_with_its_own_words(verb, settings):
     by_name = {option.name: option for option in VERBS[verb,].params}
     for setting in settings_of(settings):
         option = by_name[setting.name]
@@ -133,22 +129,20 @@ def test_every_setting_is_a_flag_with_its_own_words(verb: str, settings: type[St
         assert option.help[1:].startswith(setting.help[1:]) or verb == "run"
 
 
-def test_what_is_only_checked_replaces_nothing() -> None:
+def test_what_is_only_checked_replaces_nothing():
     """A flag that would do nothing is not offered; --overwrite is about the report of --json."""
     offered = {option.name for option in VERBS["validate",].params}
     assert set(MergeSettings.model_fields) - offered == {"allow_nonfinite"}
 
 
-def test_the_list_of_commands_shows_no_type_of_switches() -> None:
+def test_the_list_of_commands_shows_no_type_of_switches():
     result = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(app, ["-h"])
     assert "bool" not in result.output
     assert max(map(len, result.output.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("path", VERBS, ids=" ".join)
-def test_examples_survive_copying_from_a_narrow_terminal(
-    path: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_survive_copying_from_a_narrow_terminal(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my_methods.py").touch()  # which an example names
     monkeypatch.setitem(sys.modules, "my_methods", None)
@@ -176,7 +170,7 @@ def test_examples_survive_copying_from_a_narrow_terminal(
         ("ls ", {"methods", "wrappers", "architectures"}),
     ],
 )
-def test_shells_complete_verbs_flags_and_words(typed: str, offered: set[str]) -> None:
+def test_shells_complete_verbs_flags_and_words(typed, offered):
     words = f"moemerge {typed}"
     variables = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     result = CliRunner(env={"_MOEMERGE_COMPLETE": "complete_bash", **variables}).invoke(
@@ -189,7 +183,7 @@ COMMANDS = typer.main.get_command(app).commands
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_lists_the_common_flags_first(name: str) -> None:
+def test_help_lists_the_common_flags_first(name):
     options = [p for p in COMMANDS[name].params if p.opts[0].startswith("-")]
     first = [p.opts[-1] for p in options if p.rich_help_panel is None]
     assert len(first) <= FEW
@@ -202,15 +196,15 @@ def test_help_lists_the_common_flags_first(name: str) -> None:
         assert shown.index("─ Options") < shown.index(f"─ {ADVANCED}")
 
 
-def test_common_names_fields() -> None:
-    def classes(one: type[Strict]) -> list[type[Strict]]:
+def test_common_names_fields():
+    def classes(one):
         return [one, *(below for own in one.__subclasses__() for below in classes(own))]
 
     found = {one: set(one.common.split()) - set(one.model_fields) for one in classes(Strict)}
     assert not {one.__name__: names for one, names in found.items() if names}
 
 
-def option(name: str) -> Parameter:
+def option(name):
     return Parameter(name=name, opts=[f"--{name.replace('_', '-')}"], param_type_name="option")
 
 
@@ -234,19 +228,19 @@ CONFIG = Parameter(name="config", opts=["config"], param_type_name="argument")
         ("`offload=not python`", "--offload not python"),
     ],
 )
-def test_settings_are_named_as_flags_of_the_verb(python: str, flags: str) -> None:
+def test_settings_are_named_as_flags_of_the_verb(python, flags):
     names = ("max_tokens", "offload", "ridge", "overwrite", "swaps", "source", "data")
     speak_of([option(name) for name in names])
     assert in_flags(python) == flags
 
 
-def test_what_a_verb_with_a_config_has_no_flag_for_is_a_key() -> None:
+def test_what_a_verb_with_a_config_has_no_flag_for_is_a_key():
     speak_of([CONFIG, option("device")])
     assert in_flags('`offload="disk"`, `device="cpu"`') == "`offload: disk`, --device cpu"
     assert in_flags('`data={"base": "b.jsonl", A: "a"}`') == "`data: {base: b.jsonl, A: a}`"
 
 
-def test_one_error_in_both_languages(zoo_folder, tmp_path) -> None:
+def test_one_error_in_both_languages(zoo_folder, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
     (tmp_path / "a.jsonl").write_text('{"text": "1 2 3"}\n')

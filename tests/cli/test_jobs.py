@@ -1,13 +1,8 @@
 """`moemerge stats`, `data`, `evaluate` and `--sample`: flags, tables, words for what goes wrong."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 import zoo
@@ -23,16 +18,16 @@ GREEDY = ["--samples", "1", "--temperature", "0", "--device", "cpu", "--draws", 
 
 
 @pytest.fixture(scope="module")
-def models() -> list[str]:
+def models():
     return [str(bundled_set().models[name]) for name in ("math", "chat")]
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> str:
+def task(tmp_path):
     return write_task(tmp_path, problems("math", split="test", count=20, seed=3))
 
 
-def evaluate(*words: str):
+def evaluate(*words):
     return CliRunner().invoke(app, ["evaluate", *words])
 
 
@@ -83,12 +78,12 @@ def test_what_is_wrong_is_told_and_nothing_is_left(models, task, tmp_path, words
 
 
 @pytest.fixture(scope="module")
-def model() -> str:
+def model():
     return str(bundled_set().models["math"])
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> str:
+def prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
     rows = [
         {"q": p.prompt, "final": p.answer} for p in problems("math", split="test", count=20, seed=3)
@@ -97,7 +92,7 @@ def prompts(tmp_path: Path) -> str:
     return str(path)
 
 
-def make_data(*words: str):
+def make_data(*words):
     return CliRunner().invoke(app, ["data", *words])
 
 
@@ -115,7 +110,7 @@ def test_answers_are_kept_and_told_of(model, prompts, tmp_path):
     assert f"{told['answers']['grades']['right']} right" in result.output
 
 
-def test_each_model_completes_each_prompt(tmp_path: Path) -> None:
+def test_each_model_completes_each_prompt(tmp_path):
     model, config, out = bundled_set().models["math"], tmp_path / "c.yml", tmp_path / "out"
     config.write_text(f"merge_method: passthrough\nmodels: [{{model: {model}, name: math}}]\n")
     done = moemerge("merge", config, out, "--sample", "2 + 2 =", "--sample", "hello")
@@ -137,13 +132,13 @@ def test_each_model_completes_each_prompt(tmp_path: Path) -> None:
     assert "could not run" in api.sample({"OUT": out}, ["hello"])["OUT"][0]
 
 
-def stats(*args: str | Path) -> Result:
+def stats(*args):
     environment = {"COLUMNS": "200", "NO_COLOR": "1"}
     return CliRunner().invoke(app, ["stats", *map(str, args)], env=environment)
 
 
 @pytest.fixture
-def case(zoo_folder: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
+def case(zoo_folder, tmp_path):
     """A model folder and its text."""
     folder = zoo.perturb(zoo_folder("olmoe"), tmp_path / "model", seed=1)
     zoo.tiny_tokenizer(folder)
@@ -153,7 +148,7 @@ def case(zoo_folder: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
     return folder, text
 
 
-def test_the_file_and_what_is_told(case: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_file_and_what_is_told(case, tmp_path):
     folder, text = case
     out, report = tmp_path / "a.stats", tmp_path / "report.json"
     result = stats(folder, out, "--data", text, "--device", "cpu", "--json", report)
@@ -169,7 +164,7 @@ def test_the_file_and_what_is_told(case: tuple[Path, Path], tmp_path: Path) -> N
         assert written.provenance.tokens == found["provenance"]["tokens"]
 
 
-def test_what_is_not_read_of_the_text_is_told(case: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_is_not_read_of_the_text_is_told(case, tmp_path):
     folder, text = case
     rows = [{"prompt": "one plus two", "respnse": "three"}, {"prompt": "what is a model"}]
     text.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,28 +1,25 @@
 """No output of a command is an input, is inside one, or replaces a file that is not ours."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import zoo
 from moemerge.cli.app import app
 
 
-def moemerge(*args: str | Path) -> Result:
+def moemerge(*args):
     env = {"COLUMNS": "200", "NO_COLOR": "1"}
     return CliRunner().invoke(app, [str(arg) for arg in args], env=env)
 
 
 @pytest.fixture
-def here(zoo_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(zoo_folder, tmp_path, monkeypatch):
     """A folder with two models, text, a plugin and a config; the current folder."""
     base = zoo_folder("olmoe")
     for seed, name in enumerate(("a", "b")):
@@ -40,7 +37,7 @@ def here(zoo_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Mo
     return tmp_path
 
 
-def state(folder: Path) -> dict[str, str]:
+def state(folder):
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -84,7 +81,7 @@ SOURCES = "--source a=a --data a=t.jsonl --source b=b --data b=t.jsonl"
         ("study c.yml a", "is also an input"),
     ],
 )
-def test_inputs_and_foreign_files_stay(here: Path, command: str, words: str) -> None:
+def test_inputs_and_foreign_files_stay(here, command, words):
     before = state(here)
     result = moemerge(*command.split(), "--overwrite")
     assert result.exit_code in (2, 3), result.output
@@ -92,7 +89,7 @@ def test_inputs_and_foreign_files_stay(here: Path, command: str, words: str) -> 
     assert state(here) == before
 
 
-def test_a_report_is_replaced_only_with_overwrite(here: Path) -> None:
+def test_a_report_is_replaced_only_with_overwrite(here):
     report, page = here / "r.json", here / "page.html"
     command = ["diagnose", "a", *SOURCES.split(), "--device", "cpu"]
     for path, flag in ((report, "--json"), (page, "--report")):
@@ -107,7 +104,7 @@ def test_a_report_is_replaced_only_with_overwrite(here: Path) -> None:
     assert json.loads(report.read_text())["moemerge"]
 
 
-def test_statistics_rows_and_coefficients_are_known_as_ours(here: Path) -> None:
+def test_statistics_rows_and_coefficients_are_known_as_ours(here):
     for command in (
         ["stats", "a", "a.stats", "--data", "t.jsonl", "--device", "cpu"],
         ["data", "a", "o.jsonl", "--text", "t.jsonl"],
@@ -118,7 +115,7 @@ def test_statistics_rows_and_coefficients_are_known_as_ours(here: Path) -> None:
             assert result.exit_code == 0, result.output
 
 
-def test_a_link_is_replaced_and_its_target_stays(here: Path) -> None:
+def test_a_link_is_replaced_and_its_target_stays(here):
     target = here / "target.json"
     target.write_text('{"moemerge": "0"}')
     (here / "link.json").symlink_to(target)
@@ -128,7 +125,7 @@ def test_a_link_is_replaced_and_its_target_stays(here: Path) -> None:
     assert not (here / "link.json").is_symlink()
 
 
-def test_a_config_inside_out_is_not_deleted_with_it(here: Path) -> None:
+def test_a_config_inside_out_is_not_deleted_with_it(here):
     assert moemerge("merge", "c.yml", "out", "-q").exit_code == 0
     config = Path("out/moemerge_config.yml")
     result = moemerge("merge", config, "out", "--overwrite")
@@ -140,7 +137,7 @@ def test_a_config_inside_out_is_not_deleted_with_it(here: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["merge c.yml", "swap-routers a --from b", "stats a"])
-def test_a_name_that_is_not_utf8_is_refused_first(here: Path, command: str) -> None:
+def test_a_name_that_is_not_utf8_is_refused_first(here, command):
     name = os.fsdecode(b"out\xff")
     more = ["--data", "t.jsonl"] if command.startswith("stats") else []
     before = state(here)
@@ -151,7 +148,7 @@ def test_a_name_that_is_not_utf8_is_refused_first(here: Path, command: str) -> N
 
 
 @pytest.mark.parametrize("name", ["o" * 221, "o" * 256, "d/" * 1500 + "out"], ids=len)
-def test_a_name_that_is_too_long_is_refused_first(here: Path, name: str) -> None:
+def test_a_name_that_is_too_long_is_refused_first(here, name):
     before = state(here)
     evaluate = ("evaluate", "a", "--task", "gsm8k", "--data", "gsm8k=t.jsonl", "--out")
     for arguments in (
@@ -165,7 +162,7 @@ def test_a_name_that_is_too_long_is_refused_first(here: Path, name: str) -> None
     assert state(here) == before
 
 
-def test_an_input_with_a_name_that_is_too_long_does_not_exist(here: Path) -> None:
+def test_an_input_with_a_name_that_is_too_long_does_not_exist(here):
     long = "n" * 300
     merge = (here / "c.yml").read_text()
     (here / "long.yml").write_text(re.sub(r"model: a\b", f"model: {long}", merge))
@@ -183,7 +180,7 @@ def test_an_input_with_a_name_that_is_too_long_does_not_exist(here: Path) -> Non
         assert "nnn" in result.stderr, command
 
 
-def test_a_named_pipe_is_refused_and_a_report_that_cannot_be_written_is_named(here: Path) -> None:
+def test_a_named_pipe_is_refused_and_a_report_that_cannot_be_written_is_named(here):
     os.mkfifo(here / "pipe")
     refused = moemerge("merge", "c.yml", "out", "--json", "pipe")
     assert refused.exit_code == 2

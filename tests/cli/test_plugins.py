@@ -1,11 +1,7 @@
 """`--plugin FILE.py`: methods, families and checks of the user's own."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -52,20 +48,20 @@ def is_short(row, response):
 
 
 @pytest.fixture
-def plugin(tmp_path: Path) -> Iterator[Path]:
+def plugin(tmp_path):
     path = tmp_path / "test_own_methods.py"
     path.write_text(PLUGIN, encoding="utf-8")
     yield path
     sys.modules.pop(path.stem, None)
 
 
-def moemerge(*words: object) -> str:
+def moemerge(*words):
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
-def test_a_method_of_ones_own_merges(plugin: Path, zoo_folder, tmp_path: Path) -> None:
+def test_a_method_of_ones_own_merges(plugin, zoo_folder, tmp_path):
     one, two = zoo_folder("olmoe"), zoo.perturb(zoo_folder("olmoe"), tmp_path / "two", 1)
     models = [
         {"model": str(one), "name": "one", "parameters": {"share": 0.25}},
@@ -85,7 +81,7 @@ def test_a_method_of_ones_own_merges(plugin: Path, zoo_folder, tmp_path: Path) -
     assert torch.equal(merged, ran)
 
 
-def test_what_a_plugin_brings_is_listed(plugin: Path) -> None:
+def test_what_a_plugin_brings_is_listed(plugin):
     methods = json.loads(moemerge("ls", "methods", "--json", "--plugin", plugin))
     assert "test_shares" in {row["method"] for row in methods}
     wrappers = json.loads(moemerge("ls", "wrappers", "--json", "--plugin", plugin))
@@ -98,7 +94,7 @@ def test_what_a_plugin_brings_is_listed(plugin: Path) -> None:
     assert "share" in schema["$defs"]["Parameters"]["properties"]
 
 
-def test_a_family_of_ones_own_is_known(plugin: Path, zoo_folder, tmp_path: Path) -> None:
+def test_a_family_of_ones_own_is_known(plugin, zoo_folder, tmp_path):
     folder = zoo.perturb(zoo_folder("olmoe"), tmp_path / "own", 1)
     zoo.edit_config(folder, model_type="test_family", architectures=["TestFamilyForCausalLM"])
     assert json.loads(moemerge("inspect", folder, "--json"))["family"] is None
@@ -106,7 +102,7 @@ def test_a_family_of_ones_own_is_known(plugin: Path, zoo_folder, tmp_path: Path)
     assert (known["family"], known["experts"]) == ("Test", zoo.EXPERTS)
 
 
-def test_a_function_of_a_plugin_judges(plugin: Path) -> None:
+def test_a_function_of_a_plugin_judges(plugin):
     from moemerge.verification.verifiers import make_verifier
 
     moemerge("ls", "methods", "--plugin", plugin)
@@ -128,9 +124,7 @@ def test_a_function_of_a_plugin_judges(plugin: Path) -> None:
         ("yaml.py", "", "the name of another module, 'yaml'"),
     ],
 )
-def test_plugins_that_cannot_be_used(
-    name: str, text: str | None, words: str, tmp_path: Path
-) -> None:
+def test_plugins_that_cannot_be_used(name, text, words, tmp_path):
     if text is not None:
         (tmp_path / name).write_text(text)
     result = CliRunner().invoke(app, ["ls", "methods", "--plugin", str(tmp_path / name)])
@@ -146,9 +140,7 @@ def test_plugins_that_cannot_be_used(
         ("return None", "AttributeError"),
     ],
 )
-def test_a_method_that_fails_is_named_and_nothing_is_written(
-    body: str, said: str, zoo_folder, tmp_path: Path
-) -> None:
+def test_a_method_that_fails_is_named_and_nothing_is_written(body, said, zoo_folder, tmp_path):
     plugin = tmp_path / "test_failing_methods.py"
     plugin.write_text(
         "from moemerge.merging.method import BasePolicy, merge_method\n"
@@ -174,9 +166,7 @@ def test_a_method_that_fails_is_named_and_nothing_is_written(
     assert sorted(path for path in tmp_path.iterdir() if path.name != "__pycache__") == before
 
 
-def test_the_command_that_repeats_a_diagnosis_names_the_plugin(
-    plugin: Path, zoo_folder, tmp_path: Path
-) -> None:
+def test_the_command_that_repeats_a_diagnosis_names_the_plugin(plugin, zoo_folder, tmp_path):
     (tmp_path / "case").mkdir()
     case = cases.make_case(zoo_folder("olmoe"), tmp_path / "case", rows=6)
     asked = ["diagnose", case.merged, "--device", "cpu", "--json", "-"]

@@ -1,12 +1,8 @@
 """Commands that only look do not wait for torch, transformers or numpy."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +26,7 @@ main()
 
 
 @pytest.fixture(scope="module")
-def folder(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(zoo_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quick")
     base = zoo_folder("olmoe")
     zoo.perturb(base, folder / "a", 1)
@@ -57,9 +53,7 @@ def folder(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         (0, "--version"),
     ],
 )
-def test_a_command_that_only_looks_imports_nothing_slow(
-    code: int, command: str, folder: Path
-) -> None:
+def test_a_command_that_only_looks_imports_nothing_slow(code, command, folder):
     result = subprocess.run(
         [sys.executable, "-c", WATCHED, *command.split()],
         cwd=folder,
@@ -74,7 +68,7 @@ def test_a_command_that_only_looks_imports_nothing_slow(
     )
 
 
-def test_importing_the_package_imports_almost_nothing() -> None:
+def test_importing_the_package_imports_almost_nothing():
     code = (
         "import sys; before = set(sys.modules); import moemerge; "
         "print(*({m.partition('.')[0] for m in set(sys.modules) - before} "
@@ -84,7 +78,7 @@ def test_importing_the_package_imports_almost_nothing() -> None:
     assert result.stdout.split() == ["moemerge"]
 
 
-def test_nothing_but_the_command_line_itself_comes_before_its_ctrl_c() -> None:
+def test_nothing_but_the_command_line_itself_comes_before_its_ctrl_c():
     """Until `main` runs, Ctrl-C shows a traceback: nothing that takes time may come before."""
     code = (
         "import signal, sys; before = set(sys.modules); from moemerge.cli import main; "
@@ -103,9 +97,7 @@ def test_nothing_but_the_command_line_itself_comes_before_its_ctrl_c() -> None:
         ("inspct", None),
     ],
 )
-def test_flags_of_verbs_that_are_not_asked_for_are_not_made(
-    asked: str, verbs: set[str] | None
-) -> None:
+def test_flags_of_verbs_that_are_not_asked_for_are_not_made(asked, verbs):
     """All verbs are there where none has a module of that name, for `--help` and "did you mean"."""
     code = (
         f"from moemerge import cli; cli.asked = {asked!r}; from moemerge.cli.app import app; "

@@ -1,7 +1,5 @@
 """Tables show every number whole: in terminals of any width, in pipes, in poor encodings."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import io
@@ -11,22 +9,18 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from typer.testing import CliRunner
 
 import moemerge
 import processes
 import zoo
-from calibration import cases
 from moemerge import cli
 from moemerge.api import list_methods, list_wrappers
-from moemerge.api.merging import RunReport
 from moemerge.cli import console
 from moemerge.cli.app import app
 from moemerge.cli.console import interruptible, substitute
@@ -38,17 +32,17 @@ from moemerge.routing.figures import FIGURES
 from moemerge.runtime.journals import journal_path
 
 
-def printed(renderable: RenderableType, width: int) -> str:
+def printed(renderable, width):
     console = Console(file=io.StringIO(), width=width)
     console.print(renderable, crop=False)
-    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+    return console.file.getvalue()
 
 
 # --- the parts ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [12, 25, 40, 60, 80, 200])
-def test_no_cell_is_cut_at_any_width(width: int) -> None:
+def test_no_cell_is_cut_at_any_width(width):
     rng = random.Random(width)
     table = NumberTable(["name", *(f"two\nlines {n}" for n in range(9))])
     numbers = []
@@ -64,14 +58,14 @@ def test_no_cell_is_cut_at_any_width(width: int) -> None:
     assert parts == 1 if width == 200 else parts > 1
 
 
-def test_numbers_with_spaces_stay_on_one_line() -> None:
+def test_numbers_with_spaces_stay_on_one_line():
     table = NumberTable(["layer", "steps", "residual"])
     table.add("0", "1000 max_steps", "1e-3")
     for width in (5, 20, 80):
         assert "1000 max_steps" in printed(table, width)
 
 
-def test_words_wrap_so_that_numbers_have_room() -> None:
+def test_words_wrap_so_that_numbers_have_room():
     table = NumberTable(["name", "number", "why"], words=(0, 2))
     table.add("a name of several words", "123456789", "because it is so, and not otherwise")
     text = printed(table, 40)
@@ -80,14 +74,14 @@ def test_words_wrap_so_that_numbers_have_room() -> None:
     assert all(len(line.rstrip()) <= 40 for line in text.splitlines())
 
 
-def test_markup_in_a_cell_is_text() -> None:
+def test_markup_in_a_cell_is_text():
     table = NumberTable(["[bold]a", "b"], title="[red]title")
     table.add("[/]", "[1]")
     text = printed(table, 80)
     assert [word in text for word in ("[bold]a", "[red]title", "[/]", "[1]")] == [True] * 4
 
 
-def test_the_first_layout_that_fits_is_taken() -> None:
+def test_the_first_layout_that_fits_is_taken():
     wide, narrow = NumberTable(["a" * 50, "c"]), NumberTable(["b", "c"])
     assert "a" in printed(FirstThatFits(wide, narrow), 60)
     assert "a" not in printed(FirstThatFits(wide, narrow), 40)
@@ -98,12 +92,12 @@ def test_the_first_layout_that_fits_is_taken() -> None:
 
 
 @pytest.fixture(scope="module")
-def case(case_of: Callable[..., cases.Case]) -> cases.Case:
+def case(case_of):
     return case_of("olmoe", sources=3, rows=6)
 
 
 @pytest.fixture(scope="module")
-def config(case: cases.Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(case, tmp_path_factory):
     folder = tmp_path_factory.mktemp("config")
     content = {
         "merge_method": "task_arithmetic",
@@ -123,14 +117,14 @@ def config(case: cases.Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(config: Path, tmp_path_factory: pytest.TempPathFactory) -> RunReport:
+def report(config, tmp_path_factory):
     return moemerge.run(config, tmp_path_factory.mktemp("run") / "out")
 
 
-def numbers_of(report: RunReport) -> list[str]:
+def numbers_of(report):
     """Every number of the summary, as it should be printed."""
     assert report.calibration is not None
-    rows: list[dict[str, Any]] = [*report.calibration.layers, report.calibration.totals]
+    rows = [*report.calibration.layers, report.calibration.totals]
     changes = [
         f"{quantity.text(row[f'{figure}_before'][name])}→{quantity.text(row[f'{figure}_after'][name])}"
         for row in rows
@@ -144,9 +138,7 @@ def numbers_of(report: RunReport) -> list[str]:
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 @pytest.mark.parametrize("verbose", [False, True])
-def test_a_run_of_three_sources_shows_every_number(
-    report: RunReport, width: int, verbose: bool
-) -> None:
+def test_a_run_of_three_sources_shows_every_number(report, width, verbose):
     assert report.calibration is not None
     text = printed(merge_report(report.merge, verbose=verbose), width)
     text += printed(calibrate_report(report.calibration, verbose=verbose), width)
@@ -157,7 +149,7 @@ def test_a_run_of_three_sources_shows_every_number(
         assert all(len(line.rstrip()) <= width for line in text.splitlines())
 
 
-def test_a_pipe_has_no_width(report: RunReport, config: Path, tmp_path: Path) -> None:
+def test_a_pipe_has_no_width(report, config, tmp_path):
     result = CliRunner(env={"COLUMNS": ""}).invoke(app, ["run", str(config), f"{tmp_path}/out"])
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -167,7 +159,7 @@ def test_a_pipe_has_no_width(report: RunReport, config: Path, tmp_path: Path) ->
     assert [number for number in numbers_of(report) if number not in words] == []
 
 
-def test_a_diagnosis_shows_every_figure(case: cases.Case) -> None:
+def test_a_diagnosis_shows_every_figure(case):
     diagnosis = moemerge.diagnose(
         case.merged, sources=case.sources, data=case.data, against=[case.sources["math"]]
     )
@@ -186,8 +178,8 @@ def test_a_diagnosis_shows_every_figure(case: cases.Case) -> None:
             assert {figure.text(row.figures) for figure in main} <= set(long)
 
 
-def test_terminals_without_our_characters(report: RunReport, config: Path, tmp_path: Path) -> None:
-    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def test_terminals_without_our_characters(report, config, tmp_path):
+    def run(*arguments):
         variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
         return processes.python(processes.COMMAND, *arguments, env=variables)
 
@@ -207,8 +199,8 @@ def test_terminals_without_our_characters(report: RunReport, config: Path, tmp_p
     assert "größe→ü" in json.loads(checked.stdout)["inputs"]
 
 
-def test_what_stands_in_for_a_character() -> None:
-    def plain(text: str, encoding: str) -> str:
+def test_what_stands_in_for_a_character():
+    def plain(text, encoding):
         error = UnicodeEncodeError(encoding, text, 0, len(text), "no such character")
         return substitute(error)[0]
 
@@ -220,7 +212,7 @@ def test_what_stands_in_for_a_character() -> None:
 # --- what there is to choose from -----------------------------------------------------------------
 
 
-def written(parameter: dict[str, Any]) -> str:
+def written(parameter):
     """A parameter as a config has its default."""
     name, default = parameter["name"], parameter["default"]
     if default == "required":
@@ -231,7 +223,7 @@ def written(parameter: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("what", ["methods", "wrappers"])
-def test_ls_shows_every_parameter_with_its_default(what: str) -> None:
+def test_ls_shows_every_parameter_with_its_default(what):
     rows = list_methods() if what == "methods" else list_wrappers()
     lines = CliRunner().invoke(app, ["ls", what]).stdout.splitlines()
     names = [row[what.removesuffix("s")] for row in rows]
@@ -245,16 +237,14 @@ def test_ls_shows_every_parameter_with_its_default(what: str) -> None:
             assert written(parameter) in said, name
 
 
-def run(*amounts: int, total: int, unit: str, quiet: bool = False) -> None:
+def run(*amounts, total, unit, quiet=False):
     with console.progress(quiet=quiet) as bar:
         bar.start("reading", total, unit=unit)
         for amount in amounts:
             bar.advance(amount)
 
 
-def test_a_log_gets_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_gets_lines(monkeypatch, capsys):
     monkeypatch.setattr(console, "LOG_EVERY", 0.0)
     run(0, 3, 1, total=8, unit="steps")
     run(1_500_000, total=3_000_000, unit="B")
@@ -265,9 +255,7 @@ def test_a_log_gets_lines(
     ]
 
 
-def test_the_time_left_does_not_count_the_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_time_left_does_not_count_the_start(monkeypatch, capsys):
     times = iter([0.0, 0.0, 30.0, 40.0, 70.0])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
     run(1, 1, 3, total=8, unit="layers")  # 30 seconds to load, then 10 for each layer
@@ -277,20 +265,18 @@ def test_the_time_left_does_not_count_the_start(
     ]
 
 
-def test_a_short_job_leaves_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_job_leaves_none(capsys):
     run(3, 1, total=8, unit="steps")
     assert capsys.readouterr().err == ""
 
 
-def test_quiet_is_quiet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_is_quiet(monkeypatch, capsys):
     monkeypatch.setattr(console, "LOG_EVERY", 0.0)
     run(3, total=8, unit="steps", quiet=True)
     assert capsys.readouterr().err == ""
 
 
-def test_only_the_page_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_page_is_missing(tmp_path, capsys):
     out = tmp_path / "out"
     left = remaining_work(out)
     out.mkdir()
@@ -300,32 +286,29 @@ def test_only_the_page_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "only figures, page or upload are missing" in capsys.readouterr().err
 
 
-def test_an_older_folder_is_nothing_that_is_left(tmp_path: Path) -> None:
+def test_an_older_folder_is_nothing_that_is_left(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     with pytest.raises(KeyboardInterrupt), interruptible(remaining_work(out)):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_import_is_not_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_import_is_not_tried_again(tmp_path, monkeypatch):
     """What it had half imported would fail, and the user see a traceback."""
     out = tmp_path / "out"
     left = remaining_work(out)
     journal_path(out).mkdir()
 
-    def refused(name: str, *_: Any) -> None:
+    def refused(name, *_):
         raise ModuleNotFoundError(name)
 
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "__import__", refused)
         told = left()
-    assert told is not None
     assert "the same command continues" in told
 
 
-def ended(reaction: str) -> tuple[int, str]:
+def ended(reaction):
     """The command whose modules, while they are imported, react to Ctrl-C like this."""
     code = (
         "import os, signal, sys, types, moemerge.cli\n"
@@ -340,15 +323,15 @@ def ended(reaction: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_ctrl_c_before_the_command_has_begun() -> None:
+def test_ctrl_c_before_the_command_has_begun():
     assert ended("raise") == (130, "error: interrupted; nothing was left behind by this run\n")
 
 
-def test_a_library_that_makes_another_error_of_it() -> None:
+def test_a_library_that_makes_another_error_of_it():
     assert ended("raise RuntimeError('half imported')") == (130, "error: interrupted\n")
 
 
-def test_errors_that_nobody_foresaw_are_one_sentence_and_a_log(tmp_path: Path) -> None:
+def test_errors_that_nobody_foresaw_are_one_sentence_and_a_log(tmp_path):
     code = "import sys, moemerge.cli\nsys.modules['moemerge.cli.app'] = None\nmoemerge.cli.main()"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -367,12 +350,11 @@ def test_errors_that_nobody_foresaw_are_one_sentence_and_a_log(tmp_path: Path) -
     assert log.stat().st_mode & 0o077 == 0  # it may name what is private
 
 
-def test_what_the_system_lacks_is_named() -> None:
+def test_what_the_system_lacks_is_named():
     """In the sentence of the last resort, where nothing nearer has said so."""
     too_many = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     for error, what in ((too_many, "(ulimit -n)"), (MemoryError(), "the memory was not enough")):
         sentence = cli._unforeseen(error)
         assert what in sentence
         log = re.search(r"and (\S+) has details", sentence)
-        assert log is not None
         Path(log[1]).unlink()

@@ -1,7 +1,5 @@
 """Coefficients found from text: each against a direct computation with plain transformers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

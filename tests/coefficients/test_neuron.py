@@ -1,7 +1,5 @@
 """Neurons by groups: found from text, and applied by a merge in every layout."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

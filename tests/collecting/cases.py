@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
 
-from moemerge.collecting.run import CollectReport
 from moemerge.text.domains import load_domain
 from moemerge.text.tokens import load_tokenizer
-
-Collect = Callable[..., CollectReport]
-Folder = Callable[..., Path]
 
 
 def token_rows(model: Path, text: Path) -> tuple[Tensor, ...]:

@@ -1,26 +1,20 @@
 """Tiny models with tokenizers, and text for them."""
 
-from __future__ import annotations
-
 import json
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import multimodal_zoo
 import zoo
-from collecting.cases import Collect
 from moemerge.collecting.job import CollectRequest
-from moemerge.collecting.run import CollectReport, run_collect
+from moemerge.collecting.run import run_collect
 from moemerge.collecting.settings import CollectingSettings
 from moemerge.runtime.progress import Silent
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     """Rows of unequal length, so that batches are padded; one row is too short to predict."""
     chance = random.Random(0)
     words = zoo._WORDS.split()
@@ -32,11 +26,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def model_folder(tmp_path_factory):
     """`model_folder("olmoe", fused=True)`: a tiny checkpoint with a tokenizer; read it only."""
-    built: dict[tuple[Any, ...], Path] = {}
+    built = {}
 
-    def folder(family: str, **options: Any) -> Path:
+    def folder(family, **options):
         if not zoo.installed(family):
             pytest.skip(f"the installed transformers has no {family}")
         key = (family, *sorted((name, repr(value)) for name, value in options.items()))
@@ -50,10 +44,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
 
 @pytest.fixture(scope="session")
-def collect(text: Path) -> Collect:
+def collect(text):
     """`collect(model, out, kind="gram", ...)` on the text above."""
 
-    def run(model: Path, out: Path, *, overwrite: bool = False, **settings: Any) -> CollectReport:
+    def run(model, out, *, overwrite=False, **settings):
         chosen = CollectingSettings(**{"device": "cpu", "dtype": "float32", **settings})
         return run_collect(CollectRequest(model, out, [text], chosen, overwrite), Silent())
 

@@ -1,19 +1,12 @@
 """Statistics are those of the whole model in plain transformers, on the rows one by one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from collecting import direct
-from collecting.cases import Collect, token_rows
+from collecting.cases import token_rows
 from moemerge.architectures.opened import open_model
 from moemerge.features.input_hooks import (
-    InputHook,
     LinearHook,
     UnitMap,
     find_input_hooks,
@@ -27,10 +20,9 @@ from moemerge.text.tokens import load_tokenizer
 
 FAMILIES = ("olmoe", "qwen3_moe", "mixtral")
 TOLERANCE = 1e-5  # of the largest value in a matrix
-Folder = Callable[..., Path]
 
 
-def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+def difference(got, wanted):
     return float((got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300))
 
 
@@ -39,8 +31,8 @@ OF_INPUTS = [(kind, family) for kind in ("gram", "activation") for family in FAM
 
 @pytest.mark.parametrize(("kind", "family"), [*OF_INPUTS, ("power", "olmoe")])
 def test_statistics_of_inputs_are_those_of_the_whole_model(
-    kind: str, family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
-) -> None:
+    kind, family, model_folder, collect, text, tmp_path
+):
     folder = model_folder(family)
     report = collect(folder, tmp_path / "a.stats", kind=kind)
     compute = direct.activations if kind == "activation" else direct.grams
@@ -59,9 +51,7 @@ def test_statistics_of_inputs_are_those_of_the_whole_model(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fisher_values_are_those_of_the_whole_model(
-    family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
-) -> None:
+def test_fisher_values_are_those_of_the_whole_model(family, model_folder, collect, text, tmp_path):
     folder = model_folder(family)
     collect(folder, tmp_path / "a.stats", kind="fisher")
     rows = token_rows(folder, text)
@@ -72,15 +62,12 @@ def test_fisher_values_are_those_of_the_whole_model(
         assert set(found.units) == set(passed)
         for key, (_, tokens) in passed.items():
             fisher = found.read("fisher", key)
-            assert fisher is not None
             assert fisher.tokens == tokens, key
             assert difference(fisher.values, wanted[key]) < TOLERANCE, key
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sensitivities_are_those_of_the_whole_model(
-    family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
-) -> None:
+def test_sensitivities_are_those_of_the_whole_model(family, model_folder, collect, text, tmp_path):
     folder = model_folder(family)
     collect(folder, tmp_path / "a.stats", kind="sensitivity")
     wanted = direct.sensitivities(folder, token_rows(folder, text))
@@ -97,9 +84,7 @@ OTHERS = ("gpt_oss", "deepseek_v3", "nemotron_h", "hunyuan_v1_moe", "glm_moe_dsa
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_fisher_values_of_other_kinds_of_experts(
-    family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
-) -> None:
+def test_fisher_values_of_other_kinds_of_experts(family, model_folder, collect, text, tmp_path):
     """By the parameters in memory, which only `UnitMap` can tell from the units on disk."""
     folder = model_folder(family)
     report = collect(folder, tmp_path / "a.stats", kind="fisher", limit=4)
@@ -115,20 +100,17 @@ def test_fisher_values_of_other_kinds_of_experts(
         for hook in (hook for layer in hooks.layers for hook in layer):
             for key, wanted in expected(hook, model, units, total).items():
                 fisher = found.read("fisher", key)
-                assert fisher is not None
                 assert difference(fisher.values, wanted) < TOLERANCE, key
                 compared += 1
     assert compared in (report.units, report.units - 1)  # the head is no hook of a layer
 
 
-def expected(
-    hook: InputHook, model: Any, units: UnitMap, total: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def expected(hook, model, units, total):
     """Unit key -> squared gradients."""
     if isinstance(hook, LinearHook):
         return {p.unit.key: p.take(total[hook.weight]) for p in units.linear(hook)}
     module = model.get_submodule(hook.path)
-    found: dict[str, torch.Tensor] = {}
+    found = {}
     for (expert, projection), unit in units.experts(hook).items():
         up, down = total[hook.up][expert], total[hook.down][expert]
         if module.is_transposed:

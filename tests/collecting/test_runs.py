@@ -1,13 +1,9 @@
 """Runs as a whole: layouts, repetition, interruption, refusals."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ from safetensors.torch import load_file
 import moemerge
 import multimodal_zoo
 import zoo
-from collecting.cases import Collect, Folder
 from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.opened import open_model
 from moemerge.checkpoint import Checkpoint
@@ -33,9 +28,7 @@ KINDS = ("gram", "fisher")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_runs_give_the_same_bytes(
-    kind: str, model_folder: Folder, collect: Collect, tmp_path: Path
-) -> None:
+def test_two_runs_give_the_same_bytes(kind, model_folder, collect, tmp_path):
     for name in ("a", "b"):
         collect(model_folder("olmoe"), tmp_path / name, kind=kind, max_tokens=60)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
@@ -47,9 +40,7 @@ def test_two_runs_give_the_same_bytes(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
-def test_layouts_share_their_statistics(
-    kind: str, family: str, model_folder: Folder, collect: Collect, tmp_path: Path
-) -> None:
+def test_layouts_share_their_statistics(kind, family, model_folder, collect, tmp_path):
     """Stacked, transposed, interleaved on disk: the same units, the same values."""
     plain, fused = (model_folder(family, fused=fused) for fused in (False, True))
     collect(plain, tmp_path / "plain", kind=kind)
@@ -59,15 +50,13 @@ def test_layouts_share_their_statistics(
         for key in one.units:
             assert one.tokens(key) == other.tokens(key)
             ours, theirs = one.read(kind, key), other.read(kind, key)
-            assert ours is not None
-            assert theirs is not None
             assert torch.equal(ours.values, theirs.values), key
         checkpoint = Checkpoint.open(fused)
         architecture = Architecture.of(checkpoint.config, checkpoint.tensors)
         one.check_fits("math", checkpoint, architecture)
 
 
-def test_an_input_is_kept_once(model_folder: Folder, collect: Collect, tmp_path: Path) -> None:
+def test_an_input_is_kept_once(model_folder, collect, tmp_path):
     collect(model_folder("olmoe"), tmp_path / "a")
     with Statistics.open(tmp_path / "a") as found:
         layer = "model.layers.1."
@@ -80,9 +69,7 @@ def test_an_input_is_kept_once(model_folder: Folder, collect: Collect, tmp_path:
         assert where[f"{expert}down_proj.weight"] != where[f"{expert}up_proj.weight"]
 
 
-def test_an_expert_without_a_token_is_named(
-    model_folder: Folder, text: Path, tmp_path: Path
-) -> None:
+def test_an_expert_without_a_token_is_named(model_folder, text, tmp_path):
     """One token goes to two of the eight experts of a layer."""
     for kind in KINDS:
         settings = CollectingSettings(kind=kind, device="cpu", limit=1, max_length=2)
@@ -97,9 +84,7 @@ def test_an_expert_without_a_token_is_named(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_on_disk_give_the_same_bytes(
-    kind: str, model_folder: Folder, collect: Collect, tmp_path: Path
-) -> None:
+def test_states_on_disk_give_the_same_bytes(kind, model_folder, collect, tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
     collect(model_folder("qwen3_moe"), folder / "a", kind=kind)
@@ -108,7 +93,7 @@ def test_states_on_disk_give_the_same_bytes(
     assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
 
 
-def test_a_full_disk_is_told_and_left_clean(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_and_left_clean(tmp_path):
     store = StateStore("disk", torch.device("cpu"), tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
@@ -125,14 +110,14 @@ def test_a_full_disk_is_told_and_left_clean(tmp_path: Path) -> None:
 class Interrupting(Silent):
     """Ctrl-C while the second layer is at work."""
 
-    def __init__(self, part: str) -> None:
+    def __init__(self, part):
         self._part = part
         self._now = ""
 
-    def start(self, what: str, total: int, *, unit: str) -> None:
+    def start(self, what, total, *, unit):
         self._now = what
 
-    def advance(self, amount: int) -> None:
+    def advance(self, amount):
         if self._now == self._part:
             raise KeyboardInterrupt
 
@@ -141,9 +126,7 @@ class Interrupting(Silent):
     ("kind", "part"),
     [("gram", "streaming"), ("fisher", "streaming"), ("fisher", "gradients")],
 )
-def test_an_interrupted_run_leaves_nothing(
-    kind: str, part: str, model_folder: Folder, text: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_leaves_nothing(kind, part, model_folder, text, tmp_path):
     settings = CollectingSettings(kind=kind, device="cpu", offload="disk")
     request = CollectRequest(model_folder("olmoe"), tmp_path / "a.stats", [text], settings)
     with pytest.raises(KeyboardInterrupt):
@@ -152,10 +135,10 @@ def test_an_interrupted_run_leaves_nothing(
     assert not [t for t in threading.enumerate() if t.name.startswith("moemerge")]
 
 
-def test_the_dtype_of_the_forward(model_folder: Folder, text: Path, tmp_path: Path) -> None:
+def test_the_dtype_of_the_forward(model_folder, text, tmp_path):
     """Float32 on a CPU, unless another one is asked for."""
 
-    def dtype(stored: torch.dtype, **settings: Any) -> str:
+    def dtype(stored, **settings):
         chosen = CollectingSettings(device="cpu", **settings)
         folder = model_folder("olmoe", dtype=stored)
         return prepare(
@@ -166,7 +149,7 @@ def test_the_dtype_of_the_forward(model_folder: Folder, text: Path, tmp_path: Pa
     assert dtype(torch.bfloat16, dtype="bfloat16", kind="fisher") == "bfloat16"
 
 
-def test_gradients_of_float16_checkpoints_are_float32(model_folder: Folder) -> None:
+def test_gradients_of_float16_checkpoints_are_float32(model_folder):
     """They would underflow; other statistics use the checkpoint's dtype on a GPU."""
     model = open_model("model", model_folder("olmoe", dtype=torch.float16))
     gpu = torch.device("cuda")
@@ -176,9 +159,7 @@ def test_gradients_of_float16_checkpoints_are_float32(model_folder: Folder) -> N
     assert _forward_dtype(asked, model, gpu) == torch.float16
 
 
-def test_a_tied_head_has_no_statistics(
-    model_folder: Folder, collect: Collect, tmp_path: Path
-) -> None:
+def test_a_tied_head_has_no_statistics(model_folder, collect, tmp_path):
     for kind in KINDS:
         collect(model_folder("qwen2_moe"), tmp_path / f"own-{kind}", kind=kind, limit=2)
         tied = model_folder("qwen2_moe", tie_word_embeddings=True)
@@ -189,12 +170,10 @@ def test_a_tied_head_has_no_statistics(
             assert not [key for key in shared.units if "embed" in key or "norm" in key]
 
 
-def test_a_model_with_an_adapter_is_what_it_would_be_merged(
-    model_folder: Folder, collect: Collect, tmp_path: Path
-) -> None:
+def test_a_model_with_an_adapter_is_what_it_would_be_merged(model_folder, collect, tmp_path):
     base = model_folder("olmoe")
     lora = zoo.lora(tmp_path / "lora", base, "model.layers.0.self_attn.q_proj")
-    adapted: Any = f"{base}+{lora}"
+    adapted = f"{base}+{lora}"
     config = {"merge_method": "passthrough", "models": [{"model": adapted}]}
     moemerge.merge(config, tmp_path / "merged")
     collect(adapted, tmp_path / "a")
@@ -208,16 +187,14 @@ def test_a_model_with_an_adapter_is_what_it_would_be_merged(
 # --- refusals -----------------------------------------------------------------------------------
 
 
-def test_what_is_refused_before_the_model_is_read(
-    model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
-) -> None:
+def test_what_is_refused_before_the_model_is_read(model_folder, collect, text, tmp_path):
     olmoe = model_folder("olmoe")
     (tmp_path / "there").write_bytes(b"mine")
     with pytest.raises(CheckpointError, match="exists"):
         collect(olmoe, tmp_path / "there")
     assert (tmp_path / "there").read_bytes() == b"mine"
 
-    def request(*data: str | Path) -> CollectRequest:
+    def request(*data):
         return CollectRequest(olmoe, tmp_path / "a", data, CollectingSettings(device="cpu"))
 
     with pytest.raises(DataError, match="no text"):
@@ -229,9 +206,7 @@ def test_what_is_refused_before_the_model_is_read(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_are_not_finite_are_named(
-    kind: str, model_folder: Folder, tmp_path: Path
-) -> None:
+def test_weights_that_are_not_finite_are_named(kind, model_folder, tmp_path):
     """Without padding, fused attention gives finite values for queries that are NaN."""
     name = "model.layers.1.self_attn.q_proj.weight"
     broken = tmp_path / "broken"
@@ -246,7 +221,7 @@ def test_weights_that_are_not_finite_are_named(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "text.jsonl"]
 
 
-def test_rows_that_predict_nothing_are_refused(model_folder: Folder, tmp_path: Path) -> None:
+def test_rows_that_predict_nothing_are_refused(model_folder, tmp_path):
     text = tmp_path / "single.jsonl"
     text.write_text(json.dumps({"text": ""}) + "\n")  # one token: the tokenizer's own <s>
     settings = CollectingSettings(kind="fisher", device="cpu")
@@ -270,9 +245,7 @@ FORWARD_ONLY = {
 
 
 @pytest.mark.parametrize("family", NONE)
-def test_experts_that_cannot_be_told_apart_are_refused(
-    family: str, model_folder: Folder, collect: Collect, tmp_path: Path
-) -> None:
+def test_experts_that_cannot_be_told_apart_are_refused(family, model_folder, collect, tmp_path):
     for kind in KINDS:
         with pytest.raises(ArchitectureError, match=NONE[family]):
             collect(model_folder(family), tmp_path / "a", kind=kind)
@@ -281,8 +254,8 @@ def test_experts_that_cannot_be_told_apart_are_refused(
 
 @pytest.mark.parametrize("family", FORWARD_ONLY)
 def test_a_model_that_hands_on_more_than_hidden_states_has_no_fisher_values(
-    family: str, model_folder: Folder, collect: Collect, tmp_path: Path
-) -> None:
+    family, model_folder, collect, tmp_path
+):
     folder = model_folder(family)
     for kind in ("fisher", "sensitivity"):
         with pytest.raises(ArchitectureError, match=FORWARD_ONLY[family]):
@@ -296,9 +269,7 @@ def test_a_model_that_hands_on_more_than_hidden_states_has_no_fisher_values(
     "family",
     [f for f in (*zoo.FAMILIES, *multimodal_zoo.FAMILIES) if f not in {*NONE, *FORWARD_ONLY}],
 )
-def test_all_other_families_have_statistics(
-    family: str, model_folder: Folder, collect: Collect, tmp_path: Path
-) -> None:
+def test_all_other_families_have_statistics(family, model_folder, collect, tmp_path):
     """A kind of the forward pass and one of gradients; the other kinds go the same ways."""
     for kind in KINDS:
         report = collect(model_folder(family), tmp_path / kind, kind=kind, limit=2)
@@ -309,9 +280,8 @@ def test_all_other_families_have_statistics(
 TOLERANCE = 1e-4
 
 
-def values(found: Statistics, key: str) -> torch.Tensor:
+def values(found, key):
     mean = found.read(found.kind, key)
-    assert mean is not None
     return mean.values
 
 
@@ -319,9 +289,7 @@ def values(found: Statistics, key: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["gram", "fisher"])
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("offload", ["device", "cpu", "disk"])
-def test_a_gpu_gives_what_a_cpu_gives(
-    kind: str, family: str, offload: str, model_folder: Folder, collect: Collect, tmp_path: Path
-) -> None:
+def test_a_gpu_gives_what_a_cpu_gives(kind, family, offload, model_folder, collect, tmp_path):
     collect(model_folder(family), tmp_path / "cpu", kind=kind)
     collect(model_folder(family), tmp_path / "gpu", kind=kind, device="cuda", offload=offload)
     with Statistics.open(tmp_path / "cpu") as one, Statistics.open(tmp_path / "gpu") as other:
@@ -334,9 +302,7 @@ def test_a_gpu_gives_what_a_cpu_gives(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["gram", "fisher"])
-def test_bfloat16_gives_two_runs_of_the_same_bytes(
-    kind: str, model_folder: Folder, collect: Collect, tmp_path: Path
-) -> None:
+def test_bfloat16_gives_two_runs_of_the_same_bytes(kind, model_folder, collect, tmp_path):
     for name in ("a", "b"):
         folder = model_folder("olmoe")
         collect(folder, tmp_path / name, kind=kind, device="cuda", dtype="bfloat16")

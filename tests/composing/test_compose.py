@@ -1,17 +1,12 @@
 """`moemerge compose`: the tensors of each target, routers from prompts, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
 from typer.testing import CliRunner
 
 import moemerge
@@ -23,15 +18,14 @@ from moemerge.errors import MoeMergeError
 MATH = ["compute one plus two", "what is seven times nine"]
 CODE = ["def return print", "for x in range"]
 DENSE = sorted({kind for target in TARGETS for kind in target.dense})
-Build = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+def build(tmp_path_factory):
     """`build("llama", seed=1)`: a tiny dense model with a tokenizer; read it only."""
-    built: dict[str, Path] = {}
+    built = {}
 
-    def folder(kind: str, **options: Any) -> Path:
+    def folder(kind, **options):
         key = repr((kind, sorted(options.items())))
         if key not in built:
             options = {"num_hidden_layers": 2, **options}
@@ -42,7 +36,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     return folder
 
 
-def config_of(base: Path, *experts: Path, **values: Any) -> dict[str, Any]:
+def config_of(base, *experts, **values):
     prompts = [MATH, CODE]
     listed = [
         {"source_model": str(model), "positive_prompts": prompts[n % 2]}
@@ -51,17 +45,14 @@ def config_of(base: Path, *experts: Path, **values: Any) -> dict[str, Any]:
     return {"base_model": str(base), "experts": listed, **values}
 
 
-def logits(folder: Path) -> Tensor:
+def logits(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        found: Tensor = model(input_ids=torch.arange(3, 40).reshape(1, -1), use_cache=False).logits
-    return found
+        return model(input_ids=torch.arange(3, 40).reshape(1, -1), use_cache=False).logits
 
 
 @pytest.mark.parametrize("kind", DENSE)
-def test_a_model_composed_of_itself_computes_the_same(
-    kind: str, build: Build, tmp_path: Path
-) -> None:
+def test_a_model_composed_of_itself_computes_the_same(kind, build, tmp_path):
     dense = build(kind, num_experts=1)  # as some dense configs still say
     config = config_of(dense, dense, dense, dense)
     if kind == "qwen2":  # its MoE always has a shared expert
@@ -73,13 +64,11 @@ def test_a_model_composed_of_itself_computes_the_same(
     assert report.notices  # the first and the third expert have the same prompts
 
 
-def unit(row: Tensor) -> Tensor:
+def unit(row):
     return row / row.norm()
 
 
-def test_tensors_come_from_their_models_and_routers_from_prompts(
-    build: Build, tmp_path: Path
-) -> None:
+def test_tensors_come_from_their_models_and_routers_from_prompts(build, tmp_path):
     base, math, code = (build("llama", seed=seed) for seed in range(3))
     config = config_of(base, math, code, dtype="bfloat16")
     config["experts"][0]["negative_prompts"] = ["write code"]
@@ -97,7 +86,7 @@ def test_tensors_come_from_their_models_and_routers_from_prompts(
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     ids = {text: tokenizer(text)["input_ids"] for text in (*MATH, *CODE, "write code")}
 
-    def last(texts: list[str], layer: int) -> Tensor:
+    def last(texts, layer):
         with torch.no_grad():
             states = [
                 model(torch.tensor([ids[text]]), output_hidden_states=True).hidden_states
@@ -115,7 +104,7 @@ def test_tensors_come_from_their_models_and_routers_from_prompts(
     moemerge.compose(config, tmp_path / "cheap", device="cpu")
     table = zoo.tensors(base)["model.embed_tokens.weight"]
 
-    def embedded(texts: list[str]) -> Tensor:
+    def embedded(texts):
         return unit(table[[token for text in texts for token in ids[text]]].sum(dim=0))
 
     router = zoo.tensors(tmp_path / "cheap")["model.layers.1.block_sparse_moe.gate.weight"]
@@ -123,7 +112,7 @@ def test_tensors_come_from_their_models_and_routers_from_prompts(
     torch.testing.assert_close(router, expected, rtol=0, atol=1e-6)
 
 
-def test_a_shared_expert_is_scaled_and_gated(build: Build, tmp_path: Path) -> None:
+def test_a_shared_expert_is_scaled_and_gated(build, tmp_path):
     base, math = build("qwen2"), build("qwen2", seed=1)
     config = config_of(base, math, base, gate_mode="cheap_embed", architecture="qwen")
     shared = {"source_model": str(math), "residual_scale": 0.1}
@@ -140,7 +129,7 @@ def test_a_shared_expert_is_scaled_and_gated(build: Build, tmp_path: Path) -> No
     zoo.assert_loads(tmp_path / "out")
 
 
-def test_the_command_writes_all_files_and_repeats(build: Build, tmp_path: Path) -> None:
+def test_the_command_writes_all_files_and_repeats(build, tmp_path):
     base, math = build("llama"), build("llama", seed=1)
     file, out = tmp_path / "moe.yml", tmp_path / "out"
     file.write_text(
@@ -165,7 +154,7 @@ def test_the_command_writes_all_files_and_repeats(build: Build, tmp_path: Path) 
     assert "exists" in result.output
 
 
-def test_deepseek_is_written_for_its_own_code(build: Build, tmp_path: Path) -> None:
+def test_deepseek_is_written_for_its_own_code(build, tmp_path):
     base, math = build("llama"), build("llama", seed=1)
     config = config_of(base, math, base, gate_mode="random")
     config["shared_experts"] = [{"source_model": str(base), "residual_scale": 0.5}]
@@ -198,9 +187,7 @@ def test_deepseek_is_written_for_its_own_code(build: Build, tmp_path: Path) -> N
         ({"base": {"vocab_size": 12}, "gate_mode": "fit"}, "embedding has 12 rows"),
     ],
 )
-def test_unusable_requests_are_refused(
-    values: dict[str, Any], words: str, build: Build, tmp_path: Path
-) -> None:
+def test_unusable_requests_are_refused(values, words, build, tmp_path):
     values = dict(values)
     base = build("llama", **values.pop("base", {}))
     other = build("llama", **values.pop("other", {}))
@@ -218,7 +205,7 @@ def test_unusable_requests_are_refused(
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def texts(tmp_path_factory):
     """Rows of two domains with different words."""
     folder, rng = tmp_path_factory.mktemp("texts"), random.Random(0)
     words = zoo._WORDS.split()
@@ -230,14 +217,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return files
 
 
-def fit_config(base: Path, experts: dict[str, Path], texts: dict[str, str]) -> dict[str, Any]:
+def fit_config(base, experts, texts):
     listed = [{"source_model": str(model), "data": texts[n]} for n, model in experts.items()]
     return {"base_model": str(base), "gate_mode": "fit", "experts": listed}
 
 
-def test_fitted_routers_send_text_to_the_expert_of_its_domain(
-    build: Build, texts: dict[str, str], tmp_path: Path
-) -> None:
+def test_fitted_routers_send_text_to_the_expert_of_its_domain(build, texts, tmp_path):
     base, math, code = (build("llama", seed=seed) for seed in range(3))
     config = fit_config(base, {"math": math, "code": code}, texts)
     report = moemerge.compose(config, tmp_path / "out", device="cpu")
@@ -246,7 +231,7 @@ def test_fitted_routers_send_text_to_the_expert_of_its_domain(
     # Measured in transformers, on the rows: the features are those of the composed model.
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    seen: dict[str, Tensor] = {}
+    seen = {}
     for path, module in model.named_modules():
         if path.endswith("mlp.gate"):
             module.register_forward_pre_hook(lambda m, args, p=path: seen.__setitem__(p, args[0]))
@@ -264,9 +249,7 @@ def test_fitted_routers_send_text_to_the_expert_of_its_domain(
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_added_experts_keep_the_routing_of_the_base_on_its_text(
-    fused: bool, build: Build, texts: dict[str, str], tmp_path: Path
-) -> None:
+def test_added_experts_keep_the_routing_of_the_base_on_its_text(fused, build, texts, tmp_path):
     shape = {"num_hidden_layers": 2, "intermediate_size": 24, "moe_intermediate_size": 24}
     base = zoo.build("qwen3_moe", tmp_path / "base", fused=fused, mlp_only_layers=[0], **shape)
     zoo.tiny_tokenizer(base)
@@ -295,7 +278,7 @@ def test_added_experts_keep_the_routing_of_the_base_on_its_text(
             assert torch.equal(ours[f"{root}.8.{name}_proj.weight"], tensor)
 
 
-def test_attention_may_be_merged(build: Build, tmp_path: Path) -> None:
+def test_attention_may_be_merged(build, tmp_path):
     base, math, code = (build("llama", seed=seed) for seed in range(3))
     models = [{"model": str(m), "parameters": {"weight": 0.5}} for m in (math, code)]
     config = config_of(base, math, code, gate_mode="random")

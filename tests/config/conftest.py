@@ -1,24 +1,18 @@
 """Small method schemas, and the reader's words for a text."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
-from moemerge.config.load import LoadedConfig, load_config
+from moemerge.config.load import load_config
 from moemerge.config.parameters import (
     REQUIRED,
     BasePolicy,
     MethodSchema,
     ParameterSpec,
-    StatisticsKind,
 )
 from moemerge.errors import ConfigError
 
 
-def spec(name: str, kind: type, default: Any, per_model: bool, **limits: Any) -> ParameterSpec:
+def spec(name, kind, default, per_model, **limits):
     return ParameterSpec(name, kind, default, per_model, f"help of {name}", **limits)
 
 
@@ -35,13 +29,13 @@ SHARE = spec("weight", float, 1.0, True, minimum=0)
 
 
 def method(
-    name: str,
-    base: BasePolicy,
-    low: int,
-    high: int | None,
-    *parameters: ParameterSpec,
-    statistics: StatisticsKind | None = None,
-) -> MethodSchema:
+    name,
+    base,
+    low,
+    high,
+    *parameters,
+    statistics=None,
+):
     return MethodSchema(name, f"summary of {name}", base, low, high, parameters, statistics)
 
 
@@ -59,23 +53,23 @@ ALL = (
 
 
 @pytest.fixture
-def schemas() -> dict[str, MethodSchema]:
+def schemas():
     return {schema.name: schema for schema in ALL}
 
 
 @pytest.fixture
-def load(schemas: dict[str, MethodSchema]) -> Callable[..., LoadedConfig]:
-    def read(source: Any, *, lenient: bool = False) -> LoadedConfig:
+def load(schemas):
+    def read(source, *, lenient=False):
         return load_config(source, schemas=schemas, lenient=lenient)
 
     return read
 
 
 @pytest.fixture
-def problems(load: Callable[..., LoadedConfig]) -> Callable[..., list[str]]:
+def problems(load):
     """The problems of a text, one string each; empty when it loads."""
 
-    def read(source: Any, *, lenient: bool = False) -> list[str]:
+    def read(source, *, lenient=False):
         try:
             load(source, lenient=lenient)
         except ConfigError as error:

@@ -1,21 +1,13 @@
 """Configs written and read again are the same, also those that mergekit's users write."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 import moemerge.merging.methods  # noqa: F401  (fills METHODS)
 from moemerge.config.dump import config_data, dump_config
-from moemerge.config.load import LoadedConfig, load_config
+from moemerge.config.load import load_config
 from moemerge.config.models import ModelRef
-from moemerge.config.parameters import MethodSchema
 from moemerge.config.yaml_lines import read_yaml
 from moemerge.merging.method import METHODS
-
-Load = Callable[..., LoadedConfig]
 
 HEAD = "merge_method: ties\nbase_model: org/base@1e5\n"
 
@@ -51,7 +43,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_written_and_read_again_is_the_same(load: Load, text: str) -> None:
+def test_written_and_read_again_is_the_same(load, text):
     first = load(text)
     written = dump_config(first.config)
     again = load(written)
@@ -61,7 +53,7 @@ def test_written_and_read_again_is_the_same(load: Load, text: str) -> None:
     assert again.repair == first.repair
 
 
-def test_settings_of_a_calibration_are_spelt_out_and_those_of_the_paper(load: Load) -> None:
+def test_settings_of_a_calibration_are_spelt_out_and_those_of_the_paper(load):
     text = HEAD + "parameters: {weight: 1}\nmodels: [{model: a}]\ncalibration: {data: {a: f}}\n"
     block = read_yaml(dump_config(load(text).config), "x").data["calibration"]
     assert block["alpha"] == 0.9
@@ -72,7 +64,7 @@ def test_settings_of_a_calibration_are_spelt_out_and_those_of_the_paper(load: Lo
     assert "gamma" not in block
 
 
-def test_only_what_was_given_is_written(load: Load) -> None:
+def test_only_what_was_given_is_written(load):
     text = HEAD + "parameters: {weight: 1}\nmodels: [{model: a}]\n"
     assert config_data(load(text).config) == {
         "merge_method": "ties",
@@ -82,7 +74,7 @@ def test_only_what_was_given_is_written(load: Load) -> None:
     }
 
 
-def test_a_folder_with_signs_in_its_name_survives_the_folder(load: Load, tmp_path: Path) -> None:
+def test_a_folder_with_signs_in_its_name_survives_the_folder(load, tmp_path):
     folder = tmp_path / "a@b+c"
     folder.mkdir()
     text = HEAD + f"parameters: {{weight: 1}}\nmodels: [{{model: '{folder}'}}]\n"
@@ -222,13 +214,13 @@ models:
 EXAMPLES = [TIES, DARE_TIES, SLERP, FRANKENMERGE, DELLA, NUSLERP, HARC, MOE_FILTERS]
 
 
-def read(text: str) -> LoadedConfig:
-    schemas: dict[str, MethodSchema] = {name: METHODS.get(name).schema for name in METHODS}
+def read(text):
+    schemas = {name: METHODS.get(name).schema for name in METHODS}
     return load_config(text, schemas=schemas)
 
 
 @pytest.mark.parametrize("text", EXAMPLES, ids=lambda t: t.split("merge_method: ")[1].split()[0])
-def test_loads_and_survives_writing(text: str) -> None:
+def test_loads_and_survives_writing(text):
     loaded = read(text)
     assert loaded.warnings == ()
     assert read(dump_config(loaded.config)).config == loaded.config

@@ -1,9 +1,5 @@
 """Layer selections and references to models."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from moemerge.config.fields import LayerSelection
@@ -24,7 +20,7 @@ from moemerge.errors import ConfigError, UsageError
         ([5, "0-1", 0], (0, 1, 5)),
     ],
 )
-def test_selects(value: object, layers: tuple[int, ...]) -> None:
+def test_selects(value, layers):
     selection = LayerSelection.parse(value)
     assert selection.resolve(6) == layers
     assert LayerSelection.parse(str(selection)) == selection
@@ -44,14 +40,14 @@ def test_selects(value: object, layers: tuple[int, ...]) -> None:
         ([], "cannot read"),
     ],
 )
-def test_refuses_what_names_no_layer(value: object, said: str) -> None:
+def test_refuses_what_names_no_layer(value, said):
     with pytest.raises(UsageError) as caught:
         LayerSelection.parse(value)
     assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("value", ["last:7", "4-6", "6", "0,9"])
-def test_layers_beyond_the_model_are_refused_with_its_size(value: str) -> None:
+def test_layers_beyond_the_model_are_refused_with_its_size(value):
     with pytest.raises(UsageError, match="6 layers, 0 to 5"):
         LayerSelection.parse(value).resolve(6)
 
@@ -67,9 +63,9 @@ def test_layers_beyond_the_model_are_refused_with_its_size(value: str) -> None:
         ("a+b@v#in_out,rank_major", ("a", None, "b", "v", "in_out,rank_major")),
     ],
 )
-def test_reads_and_writes_references(text: str, parts: tuple[str | None, ...]) -> None:
+def test_reads_and_writes_references(text, parts):
     ref = ModelRef.parse(text)
-    assert ref == ModelRef(*parts)  # type: ignore[arg-type]
+    assert ref == ModelRef(*parts)
     assert str(ref) == text
     assert len({ref, ModelRef.parse(f" {text} ")}) == 1
 
@@ -85,13 +81,13 @@ def test_reads_and_writes_references(text: str, parts: tuple[str | None, ...]) -
         ("", "lacks a name"),
     ],
 )
-def test_refuses_unclear_references(text: str, said: str) -> None:
+def test_refuses_unclear_references(text, said):
     with pytest.raises(ConfigError, match="path\\[@revision\\]") as caught:
         ModelRef.parse(text)
     assert said in str(caught.value)
 
 
-def test_an_existing_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_an_existing_folder_is_taken_as_it_is(tmp_path):
     for name in ("model@home", "c++", "x+y@z", "base@1"):
         (tmp_path / name).mkdir()
         assert ModelRef.parse(str(tmp_path / name)) == ModelRef(str(tmp_path / name))
@@ -101,7 +97,7 @@ def test_an_existing_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert revised == ModelRef(f"{tmp_path}/base@1", "v2")
 
 
-def test_mapping_forms() -> None:
+def test_mapping_forms():
     assert ModelRef.from_mapping({"path": "a", "revision": "v"}) == ModelRef("a", "v")
     assert ModelRef.from_mapping({"model": {"path": "a@b"}}) == ModelRef("a@b")
     assert ModelRef.from_mapping(
@@ -120,7 +116,7 @@ def test_mapping_forms() -> None:
         ModelRef.from_mapping({"path": "a", "revision": ""})
 
 
-def test_label_is_the_last_component() -> None:
+def test_label_is_the_last_component():
     assert ModelRef.parse("org/name@v1").label == "name"
     assert ModelRef.parse("./out/math/").label == "math"
     assert ModelRef.parse("org/base@v1+./loras/math").label == "base+math"

@@ -1,10 +1,8 @@
 """The schema that editors read: it takes every config that we take, and marks mistakes of form."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -35,12 +33,12 @@ MODELS = [{"model": "a"}, {"model": "b"}]
 
 
 @pytest.fixture(scope="module")
-def schema() -> Draft202012Validator:
+def schema():
     Draft202012Validator.check_schema(config_schema())
     return Draft202012Validator(config_schema())
 
 
-def whole_configs() -> list[Any]:
+def whole_configs():
     """Every config of the examples and the pages."""
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.yml"))]
     for page in PAGES:
@@ -51,9 +49,7 @@ def whole_configs() -> list[Any]:
 
 
 @pytest.mark.parametrize("config", whole_configs())
-def test_examples_are_valid_as_written_and_as_resolved(
-    config: Any, schema: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_are_valid_as_written_and_as_resolved(config, schema, tmp_path, monkeypatch):
     schema.validate(config)
     if "coefficients" in config:
         monkeypatch.chdir(tmp_path)
@@ -84,7 +80,7 @@ def test_examples_are_valid_as_written_and_as_resolved(
         {"out_dtype": "float32", "seed": 3},
     ],
 )
-def test_what_is_accepted_is_valid(changes: dict[str, Any], schema: Any) -> None:
+def test_what_is_accepted_is_valid(changes, schema):
     config = {"merge_method": "linear", "models": MODELS, "parameters": {"weight": 1}, **changes}
     if "calibration" in config or "refit" in config:
         config = {"data": {"a": "a.jsonl", "b": "b.jsonl"}, **config}
@@ -110,12 +106,12 @@ def test_what_is_accepted_is_valid(changes: dict[str, Any], schema: Any) -> None
         {"data": {"a": 3}},
     ],
 )
-def test_mistakes_are_marked(changes: dict[str, Any], schema: Any) -> None:
+def test_mistakes_are_marked(changes, schema):
     config = {"merge_method": "linear", "models": MODELS, **changes}
     assert not schema.is_valid(config)
 
 
-def test_editors_can_explain_every_key() -> None:
+def test_editors_can_explain_every_key():
     schema = config_schema()
     blocks = [schema, *(schema["$defs"][name] for name in ("CalibrationBlock", "RefitBlock"))]
     silent = [
@@ -126,7 +122,7 @@ def test_editors_can_explain_every_key() -> None:
     assert "dare_ties" in parameters["density"]["description"]
 
 
-def test_the_page_on_configs_has_every_key() -> None:
+def test_the_page_on_configs_has_every_key():
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| (`[^|]*)\|", page, re.M)
     table = set(re.findall(r"`(\w+)`", " ".join(cells)))
@@ -145,7 +141,7 @@ PAIRS = [
 ]
 
 
-def alternatives(annotation: Any) -> set[Any]:
+def alternatives(annotation):
     """The members of a union, constraints taken off."""
     if hasattr(annotation, "__metadata__"):
         return alternatives(annotation.__origin__)
@@ -155,7 +151,7 @@ def alternatives(annotation: Any) -> set[Any]:
 
 
 @pytest.mark.parametrize(("settings", "keywords"), PAIRS, ids=lambda c: c.__name__)
-def test_keywords_are_the_fields_of_the_settings(settings: Any, keywords: Any) -> None:
+def test_keywords_are_the_fields_of_the_settings(settings, keywords):
     hints = get_type_hints(keywords)
     assert set(hints) == set(settings.model_fields)
     for name, field in settings.model_fields.items():
@@ -176,23 +172,23 @@ def test_keywords_are_the_fields_of_the_settings(settings: Any, keywords: Any) -
     ],
     ids=lambda c: c.__name__,
 )
-def test_help_lists_every_setting_with_its_default(function: Any, settings: Any) -> None:
+def test_help_lists_every_setting_with_its_default(function, settings):
     shown = function.__signature__.parameters
     assert not any(p.kind is p.VAR_KEYWORD for p in shown.values())
     for name, field in settings.model_fields.items():
         assert shown[name].default == field.default, name
 
 
-def test_settings_given_twice_are_refused() -> None:
+def test_settings_given_twice_are_refused():
     with pytest.raises(Exception, match="as a whole and also one by one: seed"):
         api.validate({}, settings=MergeSettings(), seed=1)
     with pytest.raises(ConfigError, match=r"settings of validate.*\n  sed: unknown key, did you"):
-        api.validate({}, sed=1)  # type: ignore[call-arg]
+        api.validate({}, sed=1)
 
 
-def test_wrong_values_are_our_errors_with_every_problem() -> None:
+def test_wrong_values_are_our_errors_with_every_problem():
     with pytest.raises(ConfigError) as caught:
-        CalibrationSettings(alpha=2, layers="x", rtol=0)  # type: ignore[arg-type]
+        CalibrationSettings(alpha=2, layers="x", rtol=0)
     assert str(caught.value).startswith("CalibrationSettings: 3 problems")
     assert "alpha: must be at most 1, not 2" in str(caught.value)
     assert MergeSettings.model_validate({"seed": 3}) == MergeSettings(seed=3)

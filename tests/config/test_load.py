@@ -1,19 +1,10 @@
 """Every rule of the reader with its message; the texts are whole configs, so lines count."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from moemerge.config.load import LoadedConfig, load_config
+from moemerge.config.load import load_config
 from moemerge.config.models import ModelRef
 from moemerge.errors import ConfigError
-
-Problems = Callable[..., list[str]]
-Load = Callable[..., LoadedConfig]
 
 HEAD = """merge_method: ties
 base_model: ./base
@@ -344,7 +335,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "expected"), WRONG)
-def test_every_problem_is_said(problems: Problems, text: str, expected: list[str]) -> None:
+def test_every_problem_is_said(problems, text, expected):
     found = problems(text)
     assert len(found) == len(expected), found
     for start in expected:
@@ -354,13 +345,13 @@ def test_every_problem_is_said(problems: Problems, text: str, expected: list[str
         assert foreign not in said
 
 
-def test_problems_come_in_the_order_of_the_file(problems: Problems) -> None:
+def test_problems_come_in_the_order_of_the_file(problems):
     text = HEAD + "dtype: x\nout_dtype: y\nchat_template: z\nzzz: 1\n"
     lines = [int(line.split()[1].rstrip(":")) for line in problems(text)]
     assert lines == [7, 8, 9, 10]
 
 
-def test_a_broken_part_hides_nothing_beside_it(problems: Problems) -> None:
+def test_a_broken_part_hides_nothing_beside_it(problems):
     text = (
         "merge_method: ties\nbase_model: b\nmodels:\n"
         "  - {modle: a}\n"
@@ -394,19 +385,19 @@ IGNORED_BY_MERGEKIT = [
 
 
 @pytest.mark.parametrize("text", IGNORED_BY_MERGEKIT)
-def test_lenient_warns_where_mergekit_is_silent(load: Load, problems: Problems, text: str) -> None:
+def test_lenient_warns_where_mergekit_is_silent(load, problems, text):
     strict = problems(text)
     loaded = load(text, lenient=True)
     assert strict
     assert list(loaded.warnings) == [f"{line} (ignored)" for line in strict]
 
 
-def test_lenient_takes_the_ineffective_out(load: Load) -> None:
+def test_lenient_takes_the_ineffective_out(load):
     loaded = load(HEAD.replace("weight: 0.5", "weight: 0.5, zzz: 1"), lenient=True)
     assert dict(loaded.config.parameters) == {"weight": 0.5}
 
 
-def test_lenient_never_forgives_real_errors(problems: Problems) -> None:
+def test_lenient_never_forgives_real_errors(problems):
     for text, expected in WRONG:
         soft = (
             "unknown key",
@@ -421,7 +412,7 @@ def test_lenient_never_forgives_real_errors(problems: Problems) -> None:
             assert problems(text, lenient=True), text
 
 
-def test_a_misspelt_required_parameter_is_an_error_even_when_lenient(problems: Problems) -> None:
+def test_a_misspelt_required_parameter_is_an_error_even_when_lenient(problems):
     text = TIES + "models:\n  - {model: a, parameters: {wieght: 1}}\n"
     assert len(problems(text)) == 1
     assert problems(text, lenient=True) == [
@@ -430,10 +421,10 @@ def test_a_misspelt_required_parameter_is_an_error_even_when_lenient(problems: P
     ]
 
 
-def test_reads_files_text_and_mappings(load: Load, tmp_path: Path) -> None:
+def test_reads_files_text_and_mappings(load, tmp_path):
     path = tmp_path / "merge.yml"
     path.write_text("\ufeff" + HEAD, encoding="utf-8")
-    data: dict[str, Any] = {
+    data = {
         "merge_method": "ties",
         "base_model": "./base",
         "parameters": {"weight": 0.5},
@@ -445,7 +436,7 @@ def test_reads_files_text_and_mappings(load: Load, tmp_path: Path) -> None:
     assert load(path).config == load(str(path)).config == load(HEAD).config == load(data).config
 
 
-def test_a_mapping_is_left_as_it_was(problems: Problems) -> None:
+def test_a_mapping_is_left_as_it_was(problems):
     data = {"merge_method": "ties", "zzz": 1, "models": [{"model": 3}, {"model": "a"}]}
     found = problems(data)
     assert data == {"merge_method": "ties", "zzz": 1, "models": [{"model": 3}, {"model": "a"}]}
@@ -462,7 +453,7 @@ def test_a_mapping_is_left_as_it_was(problems: Problems) -> None:
         (lambda p: p.write_text("a: [\n"), "not valid YAML"),
     ],
 )
-def test_unreadable_files(schemas: Any, tmp_path: Path, make: Any, said: str) -> None:
+def test_unreadable_files(schemas, tmp_path, make, said):
     path = tmp_path / "merge.yml"
     make(path)
     with pytest.raises(ConfigError) as caught:
@@ -472,11 +463,11 @@ def test_unreadable_files(schemas: Any, tmp_path: Path, make: Any, said: str) ->
     assert caught.value.exit_code == 2
 
 
-def test_null_means_not_given(load: Load) -> None:
+def test_null_means_not_given(load):
     assert load(HEAD + "slices:\ndtype: ~\nchat_template:\n").config == load(HEAD).config
 
 
-def test_an_empty_block_means_its_defaults(load: Load, problems: Problems) -> None:
+def test_an_empty_block_means_its_defaults(load, problems):
     data = "data: {math: m.jsonl, code: c.jsonl}\n"
     assert (
         load(HEAD + data + "calibration:\n").config == load(HEAD + data + "calibration: {}").config

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from moemerge.architectures.roles import Role
@@ -9,7 +7,6 @@ from moemerge.config.parameter_values import (
     Branch,
     Conditional,
     ParameterReader,
-    ParameterValue,
     Scopes,
     TensorContext,
     parse_value,
@@ -18,7 +15,7 @@ from moemerge.config.parameter_values import (
 from moemerge.config.parameters import BasePolicy, MethodSchema, ParameterSpec
 
 
-def evaluate(value: ParameterValue, names: tuple[str, ...], role: str | None, t: float) -> object:
+def evaluate(value, names, role, t):
     """What a method gets; None when no filter matches."""
     spec = ParameterSpec("x", float, None, per_model=False, help="")
     schema = MethodSchema("m", "", BasePolicy.MEMBER, 1, None, (spec,))
@@ -31,7 +28,7 @@ MLP = ("model.layers.0.mlp.up_proj.weight",)
 STACK = ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.3.gate_proj.weight")
 
 
-def test_roles_agree_with_the_architectures() -> None:
+def test_roles_agree_with_the_architectures():
     assert tuple(role.value for role in Role) == ROLE_NAMES
 
 
@@ -57,13 +54,11 @@ CHOICE = parse_value(
         (("model.norm.weight",), "norm", 0.6),
     ],
 )
-def test_first_matching_filter_decides(
-    names: tuple[str, ...], role: str | None, expected: float
-) -> None:
+def test_first_matching_filter_decides(names, role, expected):
     assert evaluate(CHOICE, names, role, 0.25) == expected
 
 
-def test_gate_is_part_of_the_names_of_experts_too() -> None:
+def test_gate_is_part_of_the_names_of_experts_too():
     value = parse_value([{"filter": "gate", "value": 1}, {"value": 2}])
     router = ("model.layers.0.mlp.gate.weight",)
     for names, role in ((router, "router"), (STACK, "expert"), (STACK[:1], "expert")):
@@ -73,20 +68,20 @@ def test_gate_is_part_of_the_names_of_experts_too() -> None:
     assert evaluate(value, STACK, "expert", 0.0) == 2
 
 
-def test_a_role_is_compared_whole() -> None:
+def test_a_role_is_compared_whole():
     value = parse_value([{"filter": "role:expert", "value": 1}])
     assert evaluate(value, MLP, "shared_expert", 0.0) is None
     assert evaluate(value, ("role:expert.weight",), "mlp", 0.0) is None
 
 
 @pytest.mark.parametrize("everything", ["*", None, ""])
-def test_catch_alls(everything: str | None) -> None:
+def test_catch_alls(everything):
     value = parse_value([{"filter": everything, "value": 2}])
     assert value == Conditional((Branch(None, 2),))
     assert evaluate(value, MLP, None, 0.0) == 2
 
 
-def test_one_mapping_counts_as_a_list_of_one() -> None:
+def test_one_mapping_counts_as_a_list_of_one():
     entry = {"filter": "mlp", "value": [0, 1]}
     assert parse_value(entry) == parse_value([entry])
 
@@ -94,7 +89,7 @@ def test_one_mapping_counts_as_a_list_of_one() -> None:
 @pytest.mark.parametrize(
     "raw", [0.5, True, "exact", [1.0, 2.0], plain(CHOICE), {"value": [1.0, 2.0]}]
 )
-def test_plain_is_the_inverse_of_parse(raw: object) -> None:
+def test_plain_is_the_inverse_of_parse(raw):
     value = parse_value(raw)
     assert parse_value(plain(value)) == value
 
@@ -121,7 +116,7 @@ def test_plain_is_the_inverse_of_parse(raw: object) -> None:
         ({"value": [1, "x"]}, "value[1]", "not 'x'"),
     ],
 )
-def test_faults_are_placed(raw: object, place: str, said: str) -> None:
+def test_faults_are_placed(raw, place, said):
     with pytest.raises(FaultsError) as caught:
         parse_value(raw)
     (problem,) = caught.value.faults

@@ -1,22 +1,13 @@
 """Statistics of data-driven methods: files or text for every model, by name."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from moemerge.api.listing import wrapper_schemas
 from moemerge.api.merging import load_config
 from moemerge.calibration.settings import CalibrationSettings
 from moemerge.config.dump import dump_config
-from moemerge.config.load import LoadedConfig
 from moemerge.config.models import ModelRef
-from moemerge.config.requests import StatisticsRequest
 from moemerge.errors import ConfigError
-
-Load = Callable[..., LoadedConfig]
-Problems = Callable[..., list[str]]
 
 HEAD = """merge_method: regmean
 models:
@@ -25,13 +16,13 @@ models:
 """
 
 
-def needs(load: Load, text: str) -> StatisticsRequest:
+def needs(load, text):
     found = load(text).statistics
     assert found is not None
     return found
 
 
-def test_saved_ones(load: Load) -> None:
+def test_saved_ones(load):
     text = HEAD + "statistics: {math: math.stats, code: [code.stats]}\n"
     found = needs(load, text)
     assert found.needs == {"math": ("gram",), "code": ("gram",)}
@@ -41,7 +32,7 @@ def test_saved_ones(load: Load) -> None:
     assert load(dump_config(config)).config == config
 
 
-def test_text_stands_in_for_the_missing_ones(load: Load) -> None:
+def test_text_stands_in_for_the_missing_ones(load):
     data = "data: {math: math.jsonl, code: [a.jsonl, b.jsonl]}\n"
     found = needs(load, HEAD + data)
     assert found.files == {}
@@ -52,14 +43,14 @@ def test_text_stands_in_for_the_missing_ones(load: Load) -> None:
     assert not found.complete
 
 
-def test_a_base_needs_none_and_other_methods_need_none(load: Load) -> None:
+def test_a_base_needs_none_and_other_methods_need_none(load):
     text = HEAD + "base_model: ./base\nstatistics: {math: a, code: b}\n"
     assert set(needs(load, text).needs) == {"math", "code"}
     text = HEAD.replace("regmean", "linear") + "parameters: {weight: 1}\n"
     assert load(text).statistics is None
 
 
-def test_routers_may_need_their_own(load: Load) -> None:
+def test_routers_may_need_their_own(load):
     both = "statistics: {math: [a, b], code: [c, d]}\n"
     text = HEAD + "router: {merge_method: fisher}\n" + both
     assert needs(load, text).needs["math"] == ("gram", "fisher")
@@ -112,7 +103,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "expected"), WRONG)
-def test_every_problem_is_said(problems: Problems, text: str, expected: list[str]) -> None:
+def test_every_problem_is_said(problems, text, expected):
     found = problems(HEAD + text)
     for start in expected:
         assert any(line.startswith(start) for line in found), (start, found)
@@ -120,7 +111,7 @@ def test_every_problem_is_said(problems: Problems, text: str, expected: list[str
         assert len(found) == len(expected), found
 
 
-def test_calibration_data_at_the_top_serves_both(problems: Problems, load: Load) -> None:
+def test_calibration_data_at_the_top_serves_both(problems, load):
     (found,) = problems(HEAD + "calibration: {data: {math: m.jsonl, code: c.jsonl}}\n")
     assert "the data of `calibration` serves both when it is moved to the top" in found
     loaded = load(HEAD + "calibration: {}\ndata: {math: m.jsonl, code: c.jsonl}\n")
@@ -129,7 +120,7 @@ def test_calibration_data_at_the_top_serves_both(problems: Problems, load: Load)
     assert loaded.repair.data == loaded.statistics.data
 
 
-def test_statistics_nobody_uses(problems: Problems, load: Load) -> None:
+def test_statistics_nobody_uses(problems, load):
     text = HEAD.replace("regmean", "linear") + "parameters: {weight: 1}\nstatistics: {math: m}\n"
     assert problems(text) == ["line 6: statistics: 'linear' uses no statistics: remove them"]
     loaded = load(text, lenient=True)
@@ -146,10 +137,9 @@ models:
 """
 
 
-def test_calibration_pairs_models_with_text(load: Load) -> None:
+def test_calibration_pairs_models_with_text(load):
     loaded = load(MODELS + "calibration: {data: {math: m.jsonl, code: [c.jsonl, d.jsonl]}}\n")
     run = loaded.repair
-    assert run is not None
     assert dict(run.sources) == {"math": ModelRef("org/math", "v1"), "code": ModelRef("./code")}
     assert dict(run.data) == {"math": ("m.jsonl",), "code": ("c.jsonl", "d.jsonl")}
     assert isinstance(run.settings, CalibrationSettings)
@@ -157,10 +147,9 @@ def test_calibration_pairs_models_with_text(load: Load) -> None:
 
 
 @pytest.mark.parametrize("block", ["calibration", "refit"])
-def test_the_base_may_be_a_source_when_it_has_text(load: Load, block: str) -> None:
+def test_the_base_may_be_a_source_when_it_has_text(load, block):
     loaded = load(MODELS + f"{block}: {{data: {{math: m, code: c, base: b}}}}\n")
     run = loaded.repair
-    assert run is not None
     assert run.repair.key == block
     assert run.sources["base"] == ModelRef("org/base")
 
@@ -172,19 +161,15 @@ def test_the_base_may_be_a_source_when_it_has_text(load: Load, block: str) -> No
         ("[{math: org/other}]", {"math": ModelRef("org/other")}),
     ],
 )
-def test_a_list_of_sources_replaces_the_merged_models(
-    load: Load, sources: str, expected: dict[str, ModelRef]
-) -> None:
+def test_a_list_of_sources_replaces_the_merged_models(load, sources, expected):
     text = MODELS + f"calibration: {{data: {{math: m}}, sources: {sources}}}\n"
     run = load(text).repair
-    assert run is not None
     assert dict(run.sources) == expected
 
 
-def test_a_mapping_of_sources_adds_to_the_merged_models(load: Load) -> None:
+def test_a_mapping_of_sources_adds_to_the_merged_models(load):
     text = "data: {math: m, code: c, other: o}\ncalibration: {sources: {other: org/other}}\n"
     run = load(MODELS + text).repair
-    assert run is not None
     assert list(run.sources) == ["math", "code", "other"]
     assert run.sources["other"] == ModelRef("org/other")
     # The sources of the notice, next to text of the base alone, no longer replace the others.
@@ -197,24 +182,22 @@ NAMED = MODELS.replace("org/base", "./olmo-7b")
 
 
 @pytest.mark.parametrize("place", ["calibration: {{data: {}}}\n", "data: {}\ncalibration: {{}}\n"])
-def test_base_is_the_base_model_whatever_its_folder_is_called(load: Load, place: str) -> None:
+def test_base_is_the_base_model_whatever_its_folder_is_called(load, place):
     run = load(NAMED + place.format("{math: m, code: c, base: b}")).repair
-    assert run is not None
     assert run.sources["base"] == ModelRef("./olmo-7b")
     run = load(NAMED + place.format("{math: m, code: c, olmo-7b: b}")).repair
-    assert run is not None
     assert run.sources["olmo-7b"] == ModelRef("./olmo-7b")
     with pytest.raises(ConfigError, match="no model is called 'chat'; known: math, code, olmo-7b"):
         load(NAMED + place.format("{math: m, code: c, chat: b}"))
 
 
-def test_base_can_be_listed_and_have_a_recipe(load: Load) -> None:
+def test_base_can_be_listed_and_have_a_recipe(load):
     recipe = "{file: new.jsonl, prompts: p.jsonl, verify: math}"
     loaded = load(NAMED + f"calibration: {{data: {{base: {recipe}}}, sources: [base]}}\n")
     assert loaded.texts["new.jsonl"].model == ModelRef("./olmo-7b")
 
 
-def test_text_of_base_serves_statistics_of_the_base() -> None:
+def test_text_of_base_serves_statistics_of_the_base():
     wrapper = next(name for name, s in wrapper_schemas().items() if s.statistics is not None)
     loaded = load_config(NAMED + f"wrap: [{{wrapper: {wrapper}}}]\ndata: {{base: b}}\n")
     assert loaded.statistics is not None

@@ -1,32 +1,23 @@
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
-from moemerge.config.load import LoadedConfig
 from moemerge.config.models import ModelRef
 from moemerge.config.parameter_values import TensorContext
-from moemerge.config.parameters import MethodSchema
-from moemerge.config.resolve import NormalisedMerge
 from moemerge.config.schema import TokenSource
 from moemerge.errors import ConfigError
-
-Load = Callable[..., LoadedConfig]
 
 NORM = ("model.norm.weight",)
 ATTENTION = ("model.layers.1.self_attn.q_proj.weight",)
 MLP = ("model.layers.1.mlp.up_proj.weight",)
 
 
-def value(merge: NormalisedMerge, name: str, names: tuple[str, ...], source: int | None = None,
-          *, index: int = 0, role: str | None = None, t: float = 0.0) -> object:  # fmt: skip
+def value(merge, name, names, source = None,
+          *, index = 0, role = None, t = 0.0):  # fmt: skip
     (spec,) = (p for p in merge.schema.parameters if p.name == name)
     model = None if source is None else merge.slices[index].inputs[source].name
     return merge.reader.value(spec, TensorContext(index, names, role, t), model)
 
 
-def layout(merge: NormalisedMerge) -> list[tuple[list[str], str | None]]:
+def layout(merge):
     return [([s.name for s in p.inputs], p.base.name if p.base else None) for p in merge.slices]
 
 
@@ -79,13 +70,11 @@ def layout(merge: NormalisedMerge) -> list[tuple[list[str], str | None]]:
         ),
     ],
 )
-def test_bases_find_their_place(
-    load: Load, text: str, expected: list[tuple[list[str], str | None]]
-) -> None:
+def test_bases_find_their_place(load, text, expected):
     assert layout(load(text).merge) == expected
 
 
-def test_ranges_and_layers(load: Load) -> None:
+def test_ranges_and_layers(load):
     text = (
         "merge_method: slerp\nbase_model: b\nparameters: {t: 0}\nslices:\n"
         "  - sources: [{model: a, layer_range: [0, 2]}, {model: b, layer_range: [1, 3]}]\n"
@@ -101,7 +90,7 @@ def test_ranges_and_layers(load: Load) -> None:
     assert list(whole.slices[0].inputs[0].layers(3)) == [0, 1, 2]
 
 
-def test_names_are_made_unique_and_donor_is_found(load: Load) -> None:
+def test_names_are_made_unique_and_donor_is_found(load):
     text = (
         "merge_method: linear\nparameters: {weight: 1}\nmodels:\n"
         "  - model: x/math\n  - model: y/math\n  - {model: z/code, name: math-2}\n  - model: math\n"
@@ -152,21 +141,13 @@ slices:
         ("normalize", MLP, None, 0, 0.0, True),  # the default
     ],
 )
-def test_order_of_scopes(
-    load: Load,
-    name: str,
-    names: tuple[str, ...],
-    source: int | None,
-    index: int,
-    t: float,
-    expected: float,
-) -> None:
+def test_order_of_scopes(load, name, names, source, index, t, expected):
     found = value(load(SCOPES).merge, name, names, source, index=index, t=t)
     assert found == expected
     assert type(found) is type(expected)
 
 
-def test_a_module_stands_between_slice_and_top(load: Load) -> None:
+def test_a_module_stands_between_slice_and_top(load):
     text = """merge_method: ties
 base_model: base
 parameters: {weight: 1, density: 0.5, lambda: 2}
@@ -185,19 +166,19 @@ modules:
     assert value(merge, "lambda", NORM) == 2
 
 
-def test_booleans_count_as_numbers_and_back(load: Load) -> None:
+def test_booleans_count_as_numbers_and_back(load):
     text = "merge_method: linear\nparameters: {weight: true, normalize: 0}\nmodels: [{model: a}]\n"
     merge = load(text).merge
     assert value(merge, "weight", MLP, 0) == 1.0
     assert value(merge, "normalize", MLP) is False
 
 
-def test_a_default_of_none_is_a_value(load: Load) -> None:
+def test_a_default_of_none_is_a_value(load):
     merge = load("merge_method: passthrough\nmodels: [{model: a}]\n").merge
     assert value(merge, "scale", MLP, 0) is None
 
 
-def test_filters_without_catch_all_name_the_tensor_they_miss(load: Load) -> None:
+def test_filters_without_catch_all_name_the_tensor_they_miss(load):
     text = (
         "merge_method: linear\nmodels:\n  - model: x/a\n    parameters:\n"
         "      weight: [{filter: mlp, value: 1}]\n"
@@ -233,7 +214,7 @@ slices:
         (1, 0.0, 23 / 3),  # final norm and head: the last slice at t = 0
     ],
 )
-def test_gradients_give_what_mergekit_gave(load: Load, index: int, t: float, result: float) -> None:
+def test_gradients_give_what_mergekit_gave(load, index, t, result):
     """mergekit 0.1.5 on models filled with 3 (x) and 10 (y), run once as a black box."""
     merge = load(MEASURED).merge
     x, y = (float(str(value(merge, "weight", MLP, i, index=index, t=t))) for i in (0, 1))
@@ -249,10 +230,9 @@ models:
 """
 
 
-def test_routers_by_another_method(load: Load, schemas: dict[str, MethodSchema]) -> None:
+def test_routers_by_another_method(load, schemas):
     merge = load(ROUTER + "router: {merge_method: linear}\n").merge
     reader = merge.router_reader
-    assert reader is not None
     assert merge.router_schema is schemas["linear"]
     gate = TensorContext(0, ("model.layers.0.mlp.gate.weight",), "router")
     # how much of each model is shared; `normalize` at the top belongs to the other method
@@ -264,7 +244,7 @@ def test_routers_by_another_method(load: Load, schemas: dict[str, MethodSchema])
     assert own.merge.router_reader.values(gate) == {"normalize": False}
 
 
-def test_routers_method_may_need_its_own_parameters(load: Load) -> None:
+def test_routers_method_may_need_its_own_parameters(load):
     text = "merge_method: wudi\nbase_model: base\nmodels: [{model: a}, {model: b}]\n"
     with pytest.raises(ConfigError, match=r"'linear' needs the parameter 'weight'.* for a, b"):
         load(text + "router: {merge_method: linear}\n")
@@ -275,18 +255,15 @@ def test_routers_method_may_need_its_own_parameters(load: Load) -> None:
 BY_SLERP = "router: {merge_method: slerp, parameters: {t: 0.5}}\n"
 
 
-def test_routers_method_sees_the_base_apart(load: Load, schemas: dict[str, MethodSchema]) -> None:
+def test_routers_method_sees_the_base_apart(load, schemas):
     text = "merge_method: linear\nbase_model: b\nparameters: {weight: 1}\n"
     merge = load(text + "models: [{model: a}]\n" + BY_SLERP).merge
     inputs, base = merge.slices[0].seen_by(schemas["slerp"])
     assert [s.name for s in inputs] == ["a"]
-    assert base is not None
     assert base.name == "b"
 
 
-def test_routers_are_averaged_with_the_base_where_the_rest_is(
-    load: Load, schemas: dict[str, MethodSchema]
-) -> None:
+def test_routers_are_averaged_with_the_base_where_the_rest_is(load, schemas):
     text = "base_model: b\nparameters: {weight: 1}\nmodels: [{model: a}]\n"
     for method, names in (("linear", ["a", "b"]), ("ties", ["a"])):
         merge = load(f"merge_method: {method}\n" + text).merge
@@ -305,12 +282,12 @@ def test_routers_are_averaged_with_the_base_where_the_rest_is(
         ),
     ],
 )
-def test_routers_method_lacks_models(load: Load, text: str, said: str) -> None:
+def test_routers_method_lacks_models(load, text, said):
     with pytest.raises(ConfigError, match=said):
         load(text + "parameters: {weight: 1}\n" + BY_SLERP)
 
 
-def test_an_optional_base_needs_its_own_range_too(load: Load) -> None:
+def test_an_optional_base_needs_its_own_range_too(load):
     text = (
         "merge_method: nuslerp\nbase_model: b\nparameters: {weight: 1}\nslices:\n"
         "  - sources: [{model: a, layer_range: [0, 2]}, {model: c, layer_range: [2, 4]}]\n"
@@ -319,7 +296,7 @@ def test_an_optional_base_needs_its_own_range_too(load: Load) -> None:
         load(text)
 
 
-def test_keeping_a_router(load: Load) -> None:
+def test_keeping_a_router(load):
     for given in ("b", "./b"):
         text = ROUTER.replace("model: b", "model: ./b") + f"router: {{keep: {given}}}\n"
         assert load(text).merge.router_keep == "b"
@@ -335,7 +312,7 @@ models:
 """
 
 
-def test_tokenizer_source_and_names_are_resolved(load: Load) -> None:
+def test_tokenizer_source_and_names_are_resolved(load):
     config = load(NAMED + "tokenizer_source: math\nrouter: {keep: code}\n").config
     assert config.tokenizer_source is None
     assert config.tokenizer is not None
@@ -344,7 +321,7 @@ def test_tokenizer_source_and_names_are_resolved(load: Load) -> None:
     assert config.router.keep == ModelRef("./code")
 
 
-def test_tokens(load: Load) -> None:
+def test_tokens(load):
     text = """tokenizer:
   source: base
   tokens:
@@ -355,13 +332,11 @@ def test_tokens(load: Load) -> None:
   pad_to_multiple_of: 64
 """
     settings = load(NAMED + text).config.tokenizer
-    assert settings is not None
     tokens = settings.tokens
     assert tokens["<a>"].source == ModelRef("org/math", "v1")
     assert tokens["<a>"].force
     assert tokens["<b>"].source == TokenSource(kind="zero")
     third = tokens["<c>"].source
-    assert isinstance(third, TokenSource)
     assert (third.model, third.token_id) == (ModelRef("./code"), 3)
     assert tokens["<d>"].source == ModelRef("./code")
     assert settings.pad_to_multiple_of == 64

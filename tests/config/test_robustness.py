@@ -1,21 +1,14 @@
 """Whatever stands anywhere in a config, the answer is a config or our own error."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from moemerge.config.dump import dump_config
 from moemerge.config.faults import path_text
-from moemerge.config.load import LoadedConfig
 from moemerge.errors import ConfigError
 
-Load = Callable[..., LoadedConfig]
-
-FULL: dict[str, Any] = {
+FULL = {
     "merge_method": "ties",
     "base_model": {"model": {"path": "org/base", "revision": "v1"}},
     "models": [
@@ -42,7 +35,7 @@ FULL: dict[str, Any] = {
     "data": {"math": "m", "code": ["c", "d"]},
     "calibration": {"data": {"math": "m", "code": ["c"]}, "sources": ["math", "code"], "seed": 1},
 }
-SLICED: dict[str, Any] = {
+SLICED = {
     "merge_method": "slerp",
     "base_model": "a",
     "slices": [
@@ -63,13 +56,13 @@ MODULAR = {
     "merge_method": "linear",
     "modules": {"default": {"models": [{"model": "a", "parameters": {"weight": 1}}]}},
 }
-JUNK: list[Any] = [
+JUNK = [
     None, True, -1, float("nan"), 10**400, "", "zzz", "a@b@c", [], {}, [None], {"value": {}},
     {3: 4}, ["math", "math"], object(),
 ]  # fmt: skip
 
 
-def places(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+def places(node, path=()):
     items = node.items() if isinstance(node, dict) else enumerate(node)
     for key, child in items:
         yield (*path, key)
@@ -77,7 +70,7 @@ def places(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | 
             yield from places(child, (*path, key))
 
 
-def changed(data: Any, path: tuple[str | int, ...], value: Any, *, remove: bool = False) -> Any:
+def changed(data, path, value, *, remove=False):
     result = copy.deepcopy(data)
     node = result
     for step in path[:-1]:
@@ -90,7 +83,7 @@ def changed(data: Any, path: tuple[str | int, ...], value: Any, *, remove: bool 
 
 
 @pytest.mark.parametrize("data", [FULL, SLICED, MODULAR], ids=["models", "slices", "modules"])
-def test_the_untouched_configs_load(load: Load, data: dict[str, Any]) -> None:
+def test_the_untouched_configs_load(load, data):
     assert load(data).warnings == ()
 
 
@@ -99,7 +92,7 @@ def test_the_untouched_configs_load(load: Load, data: dict[str, Any]) -> None:
     [(FULL, False), (SLICED, False), (SLICED, True), (MODULAR, True)],
     ids=["models", "slices", "slices-lenient", "modules-lenient"],
 )
-def test_junk_anywhere(load: Load, data: dict[str, Any], lenient: bool) -> None:
+def test_junk_anywhere(load, data, lenient):
     refused = 0
     for path in places(data):
         cases = [changed(data, path, junk) for junk in JUNK]
@@ -118,7 +111,7 @@ def test_junk_anywhere(load: Load, data: dict[str, Any], lenient: bool) -> None:
     assert refused > 100
 
 
-def test_two_faults_are_both_said(load: Load) -> None:
+def test_two_faults_are_both_said(load):
     """Junk at one place never hides an unknown key at another."""
     for path in places(FULL):
         if path == ("merge_method",):

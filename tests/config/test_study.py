@@ -1,7 +1,5 @@
 """Study files: what is read, what is refused and on which line, files laid over each other."""
 
-from __future__ import annotations
-
 import pytest
 
 from moemerge.config.models import ModelRef

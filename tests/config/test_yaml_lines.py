@@ -1,7 +1,5 @@
 """Several merges in one file."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -40,24 +38,24 @@ from moemerge.errors import ConfigError
         ("1e", "1e"),
     ],
 )
-def test_scalars(text: str, value: object) -> None:
+def test_scalars(text, value):
     read = read_yaml(f"a: {text}\nb: 1\n", "x.yml").data["a"]
     assert read == value
     assert type(read) is type(value)
 
 
 @pytest.mark.parametrize("text", ["9" * 4400, "0x" + "f" * 5000])
-def test_numbers_that_python_cannot_print_are_refused(text: str) -> None:
+def test_numbers_that_python_cannot_print_are_refused(text):
     with pytest.raises(ConfigError, match="line 1, column 4: not valid YAML"):
         read_yaml(f"a: {text}\n", "x.yml")
 
 
-def test_numbers_keep_their_type_when_written_back() -> None:
+def test_numbers_keep_their_type_when_written_back():
     data = {"a": "1e-6", "b": 1e-6, "c": "010", "d": "yes", "e": "1:30", "f": 3, "g": "2024-01-01"}
     assert read_yaml(yaml.dump(data, Dumper=Dumper), "x.yml").data == data
 
 
-def test_lines_of_keys_and_entries() -> None:
+def test_lines_of_keys_and_entries():
     document = read_yaml("a: 1\n\nb:\n  - c: 2\n    d: [5,\n        6]\n  - e\n", "x.yml")
     assert document.line(("a",)) == 1
     assert document.line(("b",)) == 3
@@ -69,7 +67,7 @@ def test_lines_of_keys_and_entries() -> None:
     assert document.line(("missing",)) == 1
 
 
-def test_duplicate_and_non_text_keys_are_problems() -> None:
+def test_duplicate_and_non_text_keys_are_problems():
     document = read_yaml("a: 1\nb: {c: 1, c: 2}\na: 3\n1: x\n", "x.yml")
     assert [(p.path, p.message) for p in document.faults] == [
         (("a",), "given twice, on lines 1 and 3"),
@@ -78,7 +76,7 @@ def test_duplicate_and_non_text_keys_are_problems() -> None:
     ]
 
 
-def test_aliases_and_merge_keys_work() -> None:
+def test_aliases_and_merge_keys_work():
     text = "base: &b {x: 1, y: 2}\nown:\n  <<: *b\n  y: 3\nsame: *b\n"
     document = read_yaml(text, "x.yml")
     assert document.data == {
@@ -112,18 +110,18 @@ def test_aliases_and_merge_keys_work() -> None:
         ("a: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
     ],
 )
-def test_what_is_no_config_is_refused_in_our_words(text: str, said: str) -> None:
+def test_what_is_no_config_is_refused_in_our_words(text, said):
     with pytest.raises(ConfigError) as caught:
         read_yaml(text, "x.yml")
     assert said in str(caught.value)
     assert str(caught.value).startswith("x.yml")
 
 
-def test_characters_of_two_escapes_are_joined() -> None:
+def test_characters_of_two_escapes_are_joined():
     assert read_yaml(json.dumps({"a": "\U0001f600"}), "x.yml").data == {"a": "\U0001f600"}
 
 
-def test_aliases_cannot_fill_the_memory() -> None:
+def test_aliases_cannot_fill_the_memory():
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     for i in range(1, 12):
         lines.append(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]")
@@ -131,7 +129,7 @@ def test_aliases_cannot_fill_the_memory() -> None:
         read_yaml("\n".join(lines), "x.yml")
 
 
-def test_an_empty_second_document_does_no_harm() -> None:
+def test_an_empty_second_document_does_no_harm():
     assert read_yaml("---\na: 1\n---\n", "x.yml").data == {"a": 1}
 
 
@@ -150,7 +148,7 @@ models: [{model: org/a}, {model: org/b}]
 """
 
 
-def test_stages_are_ordered_by_use_and_placed() -> None:
+def test_stages_are_ordered_by_use_and_placed():
     first, second, last = read_stages(FILE)
     assert [first.name, second.name, last.name] == ["first", "second", ""]
     assert "name" not in second.document.data
@@ -170,6 +168,6 @@ def test_stages_are_ordered_by_use_and_placed() -> None:
         ("model: org/a", "model: second", "the merges use each other: "),
     ],
 )
-def test_faults(old: str, new: str, message: str) -> None:
+def test_faults(old, new, message):
     with pytest.raises(ConfigError, match=message):
         read_stages(FILE.replace(old, new))

@@ -1,10 +1,6 @@
 """Text that a config says how to make."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,12 +9,11 @@ from moemerge.errors import CheckpointError, ConfigError, DataError, UsageError
 from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
 
-Config = dict[str, Any]
 RECIPE = {"verify": "exact", "max_new_tokens": 24, "device": "cpu"}
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def config(tmp_path):
     models = bundled_set().models
     prompts, code = tmp_path / "prompts.jsonl", tmp_path / "code.jsonl"
     asked = problems("math", split="test", count=20, seed=5)
@@ -42,7 +37,7 @@ def config(tmp_path: Path) -> Config:
     }
 
 
-def test_run_makes_the_text_merges_and_calibrates(config: Config, tmp_path: Path) -> None:
+def test_run_makes_the_text_merges_and_calibrates(config, tmp_path):
     moemerge.validate(config)  # which makes nothing
     made, alone = tmp_path / "math.jsonl", tmp_path / "alone.jsonl"
     assert not made.exists()
@@ -66,7 +61,7 @@ def test_run_makes_the_text_merges_and_calibrates(config: Config, tmp_path: Path
         assert shard.read_bytes() == (tmp_path / "third" / shard.name).read_bytes()
 
 
-def test_text_that_nothing_reads_is_not_made(config: Config, tmp_path: Path) -> None:
+def test_text_that_nothing_reads_is_not_made(config, tmp_path):
     assert not any("nothing reads" in word for word in moemerge.validate(config).notices)
     moemerge.merge(config, tmp_path / "merged")
     del config["calibration"]
@@ -87,8 +82,8 @@ def test_text_that_nothing_reads_is_not_made(config: Config, tmp_path: Path) -> 
     ],
 )
 def test_what_is_wrong_with_a_recipe_is_said_before_any_work(
-    config: Config, tmp_path: Path, change: Config, error: type[Exception], message: str
-) -> None:
+    config, tmp_path, change, error, message
+):
     recipe = {**config["data"]["math"], **change}
     config["data"]["math"] = {key: value for key, value in recipe.items() if value is not None}
     with pytest.raises(error, match=message):

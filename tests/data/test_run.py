@@ -1,13 +1,10 @@
 """Calibration text from end to end, with the bundled specialists."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +23,7 @@ from processes import python
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
+def folder():
     return bundled_set().models["math"]
 
 
@@ -36,7 +33,7 @@ def asked():
 
 
 @pytest.fixture
-def prompts(asked, tmp_path) -> Path:
+def prompts(asked, tmp_path):
     path = tmp_path / "prompts.jsonl"
     rows = [{"question": p.prompt, "answer": p.answer, "kind": p.kind} for p in asked]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -57,7 +54,7 @@ def request(model, out, *, prompts=(), text=(), overwrite=False, **values):
     )
 
 
-def rows_of(path: Path) -> list[dict]:
+def rows_of(path):
     return [dict(row_fields(row)) for row in read_rows([path])]
 
 

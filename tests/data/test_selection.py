@@ -1,7 +1,5 @@
 """Which prompts are taken: columns, repetitions, benchmarks, shares."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -14,7 +12,7 @@ from moemerge.generation.prompts import read_prompts
 from moemerge.text.rows import TextRow
 
 
-def settings(**values) -> DataSettings:
+def settings(**values):
     return parse_settings(DataSettings, values, "settings")
 
 

@@ -1,9 +1,6 @@
 """The words follow from the figures."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -14,9 +11,9 @@ from moemerge.report.words import percent
 from moemerge.routing.figures import FIGURES
 
 
-def row(layer: int, mismatch: float, **values: Any) -> LayerDiagnosis:
+def row(layer, mismatch, **values):
     load = tuple(0.125 for _ in range(8))
-    figures: dict[str, Any] = {
+    figures = {
         **dict.fromkeys((name for name, figure in FIGURES.items() if figure.of_tokens), 0.0),
         "mismatch": mismatch,
         "any_mismatch": mismatch,
@@ -35,7 +32,7 @@ def row(layer: int, mismatch: float, **values: Any) -> LayerDiagnosis:
         "dead": (),
         "overloaded": (),
     }
-    facts: dict[str, Any] = {
+    facts = {
         "model": "model",
         "domain": "math",
         "layer": layer,
@@ -48,17 +45,17 @@ def row(layer: int, mismatch: float, **values: Any) -> LayerDiagnosis:
     return LayerDiagnosis(**facts, figures=figures)
 
 
-def total(rows: list[LayerDiagnosis], **figures: Any) -> DomainTotal:
+def total(rows, **figures):
     measured = {"any_mismatch": rows[0].any_mismatch, "loss": 2.0, "loss_source": 1.8}
     return changed(DomainTotal.of(rows, **measured), **figures)
 
 
-def changed(total: DomainTotal, **values: Any) -> DomainTotal:
+def changed(total, **values):
     model = values.pop("model", total.model)
     return replace(total, model=model, figures={**total.figures, **values})
 
 
-def advice(rows: list[LayerDiagnosis], **values: Any) -> str:
+def advice(rows, **values):
     swaps, routed = values.pop("swaps", ()), values.pop("routed", ())
     calibration = values.pop("calibration", None)
     calibrations = {} if calibration is None else {"model": calibration}
@@ -66,7 +63,7 @@ def advice(rows: list[LayerDiagnosis], **values: Any) -> str:
     return "\n".join(advise(found))
 
 
-def test_a_run_of_layers_is_found_where_the_sum_is() -> None:
+def test_a_run_of_layers_is_found_where_the_sum_is():
     assert concentrated([0.0, 0.0, 0.0, 1.0]) == (3, 3)
     assert concentrated([0.1] * 12 + [0.5] * 4) == (12, 15)
     assert concentrated([0.5, 0.5, 0.1, 0.1, 0.1, 0.1]) == (0, 1)
@@ -76,7 +73,7 @@ def test_a_run_of_layers_is_found_where_the_sum_is() -> None:
     assert concentrated([0.0, 0.0]) is None
 
 
-def test_layers_to_calibrate_are_named() -> None:
+def test_layers_to_calibrate_are_named():
     late = [row(n, 0.05 if n < 12 else 0.5) for n in range(16)]
     assert "concentrated in layers 12-15: calibrate with --layers last:4" in advice(late)
     early = [row(n, 0.5 if n < 2 else 0.05) for n in range(8)]
@@ -85,7 +82,7 @@ def test_layers_to_calibrate_are_named() -> None:
     assert "spread over the layers: calibrate all" in advice(spread)
 
 
-def test_what_is_calibrated_already_is_not_advised_again() -> None:
+def test_what_is_calibrated_already_is_not_advised_again():
     late = [row(n, 0.05 if n < 12 else 0.5) for n in range(16)]
     done = {"layers": [{"layer": n} for n in range(16)], "settings": {}}
     assert "which are calibrated already" in advice(late, calibration=done)
@@ -99,7 +96,7 @@ def test_what_is_calibrated_already_is_not_advised_again() -> None:
     assert "--" not in advice(spread, calibration=done).replace("--swaps", "")
 
 
-def test_layers_that_were_not_measured_are_not_meant() -> None:
+def test_layers_that_were_not_measured_are_not_meant():
     routed = range(16)
     early = [row(n, 0.1 if n < 2 else 0.5) for n in range(4)]
     assert "concentrated in layers 2-3: calibrate with --layers 2-3." in advice(
@@ -115,7 +112,7 @@ def test_layers_that_were_not_measured_are_not_meant() -> None:
     )
 
 
-def test_routers_and_features_are_told_apart() -> None:
+def test_routers_and_features_are_told_apart():
     routers = [row(n, 0.3, mismatch_on_features=0.28) for n in range(4)]
     assert "The routers themselves disagree (28.0% mismatch on the same features" in advice(routers)
     features = [row(n, 0.3, mismatch_on_features=0.01, drift=0.4) for n in range(4)]
@@ -128,7 +125,7 @@ def test_routers_and_features_are_told_apart() -> None:
     assert "share the blame" in advice(both)
 
 
-def test_experts_without_tokens_and_with_too_many() -> None:
+def test_experts_without_tokens_and_with_too_many():
     load = (0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.0)
     rows = [row(0, 0.2), row(1, 0.2, load=load, dead=(3, 7), overloaded=(0,)), row(2, 0.2)]
     text = advice(rows)
@@ -136,7 +133,7 @@ def test_experts_without_tokens_and_with_too_many() -> None:
     assert "expert 0 takes 40.0% of the choices, with its source 12.5%" in text
 
 
-def swapped(repaired: float, merged: float = 2.0) -> tuple[Swap, ...]:
+def swapped(repaired, merged=2.0):
     """Routers of the source win back `merged` − `repaired` of what the merge lost."""
     return (
         Swap("math", "model", "model", 0.3, merged),
@@ -145,7 +142,7 @@ def swapped(repaired: float, merged: float = 2.0) -> tuple[Swap, ...]:
     )
 
 
-def test_swaps_say_how_much_is_routing() -> None:
+def test_swaps_say_how_much_is_routing():
     rows = [row(0, 0.3)]
     text = advice(rows, swaps=swapped(1.9))
     assert "win back 50.0% of what the merge lost there (0.200 nats)" in text
@@ -153,7 +150,7 @@ def test_swaps_say_how_much_is_routing() -> None:
     assert "nats" not in advice(rows, swaps=swapped(2.1, merged=1.801))
 
 
-def test_measured_merges_tell_what_to_expect() -> None:
+def test_measured_merges_tell_what_to_expect():
     little = advice([row(n, 0.3, kl=0.1) for n in range(8)])
     assert "such a routing KL (0.100), calibration closed 4% (-2% to 11%)" in little
     assert "on natural text both closed less" in little
@@ -163,7 +160,7 @@ def test_measured_merges_tell_what_to_expect() -> None:
     assert "Prefer" not in much
 
 
-def test_swaps_bound_what_is_advised() -> None:
+def test_swaps_bound_what_is_advised():
     rows = [row(n, 0.3) for n in range(8)]
     text = advice(rows, swaps=swapped(1.996))  # 2 %
     assert "Do not calibrate: the weights cost the loss, not the routers. Refit" in text
@@ -180,7 +177,7 @@ def test_swaps_bound_what_is_advised() -> None:
     assert "predicts this text better than its sources (-0.100 nats)" in advice(rows, loss=1.7)
 
 
-def test_a_model_that_routes_no_better_is_recommended_for_its_loss_alone() -> None:
+def test_a_model_that_routes_no_better_is_recommended_for_its_loss_alone():
     mine = total([row(0, 0.3)])
     same = changed(mine, model="ties", mismatch=0.29999, loss=1.9)
     verdict = verdict_of([mine, same])
@@ -196,7 +193,7 @@ def test_a_model_that_routes_no_better_is_recommended_for_its_loss_alone() -> No
     assert "refitted predicts the text better, with a mismatch of 40.0%." in verdict.words
 
 
-def test_the_quadratic_model_is_doubted_only_where_it_is_wrong() -> None:
+def test_the_quadratic_model_is_doubted_only_where_it_is_wrong():
     far = [row(0, 0.3, shift_small=0.1, kl_on_features=0.2, quadratic=0.2)]
     assert "Lemma 1" not in advice(far)
     rough = [row(0, 0.3, shift_small=0.1, kl_on_features=0.2, quadratic=0.4)]
@@ -213,14 +210,14 @@ def test_the_quadratic_model_is_doubted_only_where_it_is_wrong() -> None:
         ({"kl_on_features": 0.0, "quadratic": 0.0}, "There is nothing to model"),
     ],
 )
-def test_whether_the_theory_applies_is_answered(figures: dict[str, float], answer: str) -> None:
+def test_whether_the_theory_applies_is_answered(figures, answer):
     rows = [row(0, 0.3, **{"kl_on_features": 0.2, **figures})]
     verdict = verdict_of([total(rows)])
     assert verdict.theory.startswith(answer)
     assert verdict.theory == theory(overall_totals([total(rows)])["model"])
 
 
-def test_few_tokens_are_told() -> None:
+def test_few_tokens_are_told():
     assert "Few tokens (math)" in advice([row(0, 0.3, tokens=40)])
     assert "Few tokens" not in advice([row(0, 0.3)])
 
@@ -235,7 +232,7 @@ def test_few_tokens_are_told() -> None:
         (0.5, "has broken down: 50.0% of the sources' expert choices are not made"),
     ],
 )
-def test_the_verdict(mismatch: float, words: str) -> None:
+def test_the_verdict(mismatch, words):
     verdict = verdict_of([total([row(0, mismatch)])])
     assert words in verdict.words
     assert [f.text for f in verdict.numbers] == [
@@ -246,7 +243,7 @@ def test_the_verdict(mismatch: float, words: str) -> None:
     assert verdict.numbers[0].value == mismatch
 
 
-def test_the_verdict_compares() -> None:
+def test_the_verdict_compares():
     mine = total([row(0, 0.3)])
     worse = total([row(0, 0.4, domain="code")])
     assert "worst on code (40.0%)" in verdict_of([mine, worse]).words
@@ -267,7 +264,7 @@ def test_the_verdict_compares() -> None:
     assert silent.numbers[2].label == "KL of the routing"
 
 
-def test_advice_is_about_the_best_of_the_models() -> None:
+def test_advice_is_about_the_best_of_the_models():
     mine = [row(n, 0.3) for n in range(8)]
     theirs = [row(n, 0.1, model="out/calibrated") for n in range(8)]
     done = {"layers": [{"layer": n} for n in range(8)], "settings": {}}
@@ -315,9 +312,7 @@ def test_advice_is_about_the_best_of_the_models() -> None:
         ([(0.1, None)], ["b"]),
     ],
 )
-def test_routing_and_loss_are_weighed(
-    others: list[tuple[float, float | None]], names: list[str]
-) -> None:
+def test_routing_and_loss_are_weighed(others, names):
     totals = [total([row(0, 0.3)])]
     for name, (mismatch, loss) in zip("bc", others, strict=False):
         totals.append(changed(totals[0], model=name, mismatch=mismatch, loss=loss))
@@ -325,6 +320,6 @@ def test_routing_and_loss_are_weighed(
     assert list(verdict_of(totals).recommended) == names
 
 
-def test_nothing_to_repair() -> None:
+def test_nothing_to_repair():
     assert advice([row(0, 0.0)]).startswith("Nothing to repair")
     assert advice([row(0, 0.01)]).startswith("Little to repair")

@@ -1,12 +1,7 @@
 """Check text: the loss before and after a repair, and sources that have memorised their text."""
 
-from __future__ import annotations
-
 import io
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,14 +17,13 @@ from moemerge.text.domains import load_domain
 from moemerge.text.tokens import load_tokenizer
 
 
-def shown(table: Any) -> str:
+def shown(table):
     console = Console(file=io.StringIO(), width=200)
     console.print(table)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
+    return console.file.getvalue()
 
 
-def mean_loss(folder: Path, tokenizer: Path, file: Path) -> float:
+def mean_loss(folder, tokenizer, file):
     """The loss of the transformers model itself, one row at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     total, count = 0.0, 0
@@ -42,13 +36,11 @@ def mean_loss(folder: Path, tokenizer: Path, file: Path) -> float:
 
 
 @pytest.fixture(scope="module")
-def case(case_of: Callable[..., cases.Case]) -> cases.Case:
+def case(case_of):
     return case_of("olmoe", num_hidden_layers=2, rows=110)
 
 
-def test_check_text_is_measured_before_and_after_and_changes_nothing(
-    case: cases.Case, tmp_path: Path
-) -> None:
+def test_check_text_is_measured_before_and_after_and_changes_nothing(case, tmp_path):
     check = cases.write_text(tmp_path / "check.jsonl", seed=8, rows=9)
     general = cases.write_text(tmp_path / "general.jsonl", seed=9, rows=5)
     out = tmp_path / "out"
@@ -80,7 +72,7 @@ def test_check_text_is_measured_before_and_after_and_changes_nothing(
     assert again.repair.diagnosis["check"]["math"] == pytest.approx(found)
 
 
-def test_check_text_is_measured_without_held_out_rows(case: cases.Case, tmp_path: Path) -> None:
+def test_check_text_is_measured_without_held_out_rows(case, tmp_path):
     check = cases.write_text(tmp_path / "check.jsonl", seed=8, rows=9)
     out = tmp_path / "out"
     report = case.calibrate(out, check={"math": check}, holdout=0.0)
@@ -93,7 +85,7 @@ def test_check_text_is_measured_without_held_out_rows(case: cases.Case, tmp_path
     assert "Next-token loss on check text" in (out / "README.md").read_text()
 
 
-def test_diagnose_compares_models_on_check_text(case: cases.Case, tmp_path: Path) -> None:
+def test_diagnose_compares_models_on_check_text(case, tmp_path):
     rows = [json.loads(line) for line in case.data["code"].read_text().splitlines()[:12]]
     check = tmp_path / "check.jsonl"
     check.write_text("".join(json.dumps({**r, "doc": n // 4}) + "\n" for n, r in enumerate(rows)))
@@ -117,7 +109,7 @@ def test_diagnose_compares_models_on_check_text(case: cases.Case, tmp_path: Path
     assert "source math" in shown(diagnosis_report(found, verbose=False))
 
 
-def test_check_text_is_refused_early(case: cases.Case, tmp_path: Path) -> None:
+def test_check_text_is_refused_early(case, tmp_path):
     with pytest.raises(moemerge.DataError, match="check 'math': no such file"):
         case.calibrate(tmp_path / "out", check={"math": tmp_path / "none.jsonl"})
     check = cases.write_text(tmp_path / "check.jsonl", seed=8)
@@ -142,11 +134,11 @@ def test_check_text_is_refused_early(case: cases.Case, tmp_path: Path) -> None:
         (Lead(0.30, None), Lead(0.0, None), False),
     ],
 )
-def test_the_rule(own: Lead, check: Lead, memorised: bool) -> None:
+def test_the_rule(own, check, memorised):
     assert has_memorised(own, check) is memorised
 
 
-def trained(folder: Path, out: Path, tokenizer: Path, file: Path, steps: int) -> Path:
+def trained(folder, out, tokenizer, file, steps):
     """The model after full-batch steps on a file's rows."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -161,9 +153,7 @@ def trained(folder: Path, out: Path, tokenizer: Path, file: Path, steps: int) ->
     return out
 
 
-def test_a_source_that_was_trained_on_its_text_is_noticed(
-    zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_source_that_was_trained_on_its_text_is_noticed(zoo_folder, tmp_path):
     base = zoo_folder("olmoe", num_hidden_layers=2)
     seen, unseen = (
         cases.write_text(tmp_path / f"{name}.jsonl", seed=seed, rows=20)
@@ -175,7 +165,7 @@ def test_a_source_that_was_trained_on_its_text_is_noticed(
     merged = cases.average([math, code], tmp_path / "merged")
     cases.zoo.tiny_tokenizer(merged)
 
-    def said(data: Path, check: Path) -> list[str]:
+    def said(data, check):
         notes = zoo.Notes()
         found = moemerge.diagnose(
             merged, sources={"math": math}, data={"math": data}, check={"math": check},

@@ -1,41 +1,32 @@
 """What is refused before a layer is read, and text that no source speaks for: the base does."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import moemerge
 import zoo
 from calibration import cases
-from moemerge.diagnosis.results import Diagnosis
 from moemerge.errors import (
     ArchitectureError,
-    MoeMergeError,
     ResourceError,
     TokenizerError,
     UsageError,
 )
 
-CaseOf = Callable[..., cases.Case]
-
 
 @pytest.fixture(scope="module")
-def case(case_of: CaseOf) -> cases.Case:
+def case(case_of):
     return case_of("olmoe")
 
 
-def refused(case: cases.Case, error: type[MoeMergeError], words: str, **given: Any) -> None:
-    values: dict[str, Any] = {"sources": case.sources, "data": case.data, **given}
+def refused(case, error, words, **given):
+    values = {"sources": case.sources, "data": case.data, **given}
     with pytest.raises(error, match=words):
         moemerge.diagnose(values.pop("model", case.merged), **values)
 
 
-def test_names(case: cases.Case) -> None:
+def test_names(case):
     data = {"math": case.data["math"], "cod": case.data["code"]}
     refused(case, UsageError, "data 'cod' has no source of that name.*did you mean", data=data)
     refused(case, UsageError, "no source given", sources={}, data={})
@@ -46,7 +37,7 @@ def test_names(case: cases.Case) -> None:
     refused(case, UsageError, "that name is taken", against=twice)
 
 
-def test_families_and_shapes(case: cases.Case, zoo_folder: Callable[..., Path]) -> None:
+def test_families_and_shapes(case, zoo_folder):
     other = zoo_folder("mixtral")
     sources = {**case.sources, "math": other}
     refused(case, ArchitectureError, "source 'math' .* is 'mixtral', but", sources=sources)
@@ -59,7 +50,7 @@ def test_families_and_shapes(case: cases.Case, zoo_folder: Callable[..., Path]) 
     refused(case, ArchitectureError, "with 4 experts, that of .* with 8", sources=sources)
 
 
-def test_vocabularies(case: cases.Case, tmp_path: Path) -> None:
+def test_vocabularies(case, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(case.sources["math"], other)
     zoo.tiny_tokenizer(other, words=("loop", "model", *reversed(zoo._WORDS.split())))
@@ -68,19 +59,19 @@ def test_vocabularies(case: cases.Case, tmp_path: Path) -> None:
     refused(case, TokenizerError, f"token .* in {other}", against=[other])
 
 
-def test_a_source_without_a_tokenizer_is_told(case: cases.Case) -> None:
+def test_a_source_without_a_tokenizer_is_told(case):
     found = moemerge.diagnose(case.merged, sources=case.sources, data=case.data, limit=2)
     assert sum("has no tokenizer" in notice for notice in found.notices) == 2
 
 
-def test_memory(case: cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory(case, monkeypatch):
     for module in ("moemerge.lockstep.streams", "moemerge.features.settings"):
         monkeypatch.setattr(f"{module}.available_memory", lambda device: 1000)
     refused(case, ResourceError, "3 models in parallel needs about", offload="device")
     refused(case, ResourceError, "7 models.*\n.*without `swaps`", offload="device", swaps=True)
 
 
-def test_the_page_is_refused_before_the_work(case: cases.Case, tmp_path: Path) -> None:
+def test_the_page_is_refused_before_the_work(case, tmp_path):
     pytest.importorskip("plotly")
     nowhere = tmp_path / "none" / "page.html"
     refused(case, UsageError, "there is no folder", report=nowhere)
@@ -88,17 +79,17 @@ def test_the_page_is_refused_before_the_work(case: cases.Case, tmp_path: Path) -
 
 
 @pytest.fixture(scope="module")
-def general(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def general(tmp_path_factory):
     return cases.write_text(tmp_path_factory.mktemp("text") / "general.jsonl", seed=7)
 
 
-def diagnose(case: cases.Case, general: Path, **values: Any) -> Diagnosis:
+def diagnose(case, general, **values):
     base = values.pop("base", case.sources["code"])
-    given: dict[str, Any] = {"sources": case.sources, "data": {**case.data, "general": general}}
+    given = {"sources": case.sources, "data": {**case.data, "general": general}}
     return moemerge.diagnose(case.merged, base=base, **(given | values))
 
 
-def test_the_base_is_measured_as_a_source_is(case: cases.Case, general: Path) -> None:
+def test_the_base_is_measured_as_a_source_is(case, general):
     found = diagnose(case, general, against=[case.sources["math"]])
     same = moemerge.diagnose(
         case.merged,
@@ -116,9 +107,7 @@ def test_the_base_is_measured_as_a_source_is(case: cases.Case, general: Path) ->
     assert "--data general=" in found.command
 
 
-def test_the_verdict_is_about_the_sources_and_the_advice_about_the_rest(
-    case: cases.Case, general: Path
-) -> None:
+def test_the_verdict_is_about_the_sources_and_the_advice_about_the_rest(case, general):
     alone = moemerge.diagnose(case.merged, sources=case.sources, data=case.data)
     found = diagnose(case, general)
     assert found.verdict == alone.verdict
@@ -130,13 +119,13 @@ def test_the_verdict_is_about_the_sources_and_the_advice_about_the_rest(
     assert [text for text in found.advice if text != line] == list(alone.advice)
 
 
-def test_a_domain_of_the_base_alone(case: cases.Case, general: Path) -> None:
+def test_a_domain_of_the_base_alone(case, general):
     found = diagnose(case, general, sources={}, data={"general": general}, base=case.merged)
     assert found.verdict.words == "The model routes exactly as its sources do."
     assert found.total("general").mismatch == 0
 
 
-def test_names_must_fit(case: cases.Case, general: Path) -> None:
+def test_names_must_fit(case, general):
     with pytest.raises(UsageError, match="every domain has a source"):
         diagnose(case, general, data=case.data)
     with pytest.raises(UsageError, match="data 'general' has no source of that name"):

@@ -1,10 +1,6 @@
 """A model is diagnosed as itself in every family; those that cannot be are refused."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import transformers
@@ -22,15 +18,15 @@ SERVED = zoo.by_kind(name for name in EVERY if name not in REFUSED)
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     return cases.write_text(tmp_path_factory.mktemp("text") / "math.jsonl", seed=1, rows=4)
 
 
 @pytest.fixture
-def tokenized(zoo_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+def tokenized(zoo_folder, tmp_path):
     """A family's folder with a tokenizer, at the cost of links."""
 
-    def folder(family: str) -> Path:
+    def folder(family):
         for file in zoo_folder(family).iterdir():
             (tmp_path / file.name).hardlink_to(file)
         return zoo.tiny_tokenizer(tmp_path)
@@ -39,9 +35,7 @@ def tokenized(zoo_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., 
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_a_model_routes_exactly_as_itself(
-    family: str, tokenized: Callable[..., Path], text: Path
-) -> None:
+def test_a_model_routes_exactly_as_itself(family, tokenized, text):
     folder = tokenized(family)
     found = moemerge.diagnose(folder, sources={"math": folder}, data={"math": text}, device="cpu")
     places = open_model("m", folder).architecture.routers()
@@ -60,21 +54,19 @@ def test_a_model_routes_exactly_as_itself(
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_family_that_cannot_be_served_is_refused(
-    family: str, tokenized: Callable[..., Path], text: Path
-) -> None:
+def test_a_family_that_cannot_be_served_is_refused(family, tokenized, text):
     folder = tokenized(family)
     with pytest.raises(ArchitectureError, match=f"routers of {family} cannot be diagnosed"):
         moemerge.diagnose(folder, sources={"math": folder}, data={"math": text})
 
 
-def test_a_dense_model_is_refused(tmp_path: Path, text: Path) -> None:
+def test_a_dense_model_is_refused(tmp_path, text):
     dense = zoo.dense_llama(tmp_path / "dense")
     with pytest.raises(ArchitectureError, match="no experts, so there is no router to diagnose"):
         moemerge.diagnose(dense, sources={"math": dense}, data={"math": text})
 
 
-def test_routers_that_are_not_compared_are_told(tokenized: Callable[..., Path], text: Path) -> None:
+def test_routers_that_are_not_compared_are_told(tokenized, text):
     folder = tokenized("deepseek_v4")
     found = moemerge.diagnose(folder, sources={"math": folder}, data={"math": text})
     assert {row.layer for row in found.layers} == {1, 2}
@@ -82,9 +74,7 @@ def test_routers_that_are_not_compared_are_told(tokenized: Callable[..., Path], 
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "granitemoe"])
-def test_a_model_stored_otherwise_than_its_sources(
-    family: str, zoo_folder: Callable[..., Path], tmp_path: Path, text: Path
-) -> None:
+def test_a_model_stored_otherwise_than_its_sources(family, zoo_folder, tmp_path, text):
     """Merged by a tool that writes fused experts, from sources with one tensor per expert."""
     source = zoo_folder(family)
     merged = zoo.tiny_tokenizer(zoo.perturb(source, tmp_path / "merged", seed=3, scale=0.3))
@@ -103,13 +93,12 @@ def test_a_model_stored_otherwise_than_its_sources(
     assert plain.total("math").mismatch > 0
 
 
-CaseOf = Callable[..., cases.Case]
 NEAR = ("kl", "kl_on_features", "quadratic", "weighted_overlap", "drift", "logit_shift")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "gpt_oss"])
-def test_a_gpu_finds_what_a_cpu_finds(family: str, case_of: CaseOf) -> None:
+def test_a_gpu_finds_what_a_cpu_finds(family, case_of):
     case = case_of(family)
     given = {"sources": case.sources, "data": case.data, "swaps": True, "dtype": "float32"}
     cpu, gpu = (moemerge.diagnose(case.merged, **given, device=d) for d in ("cpu", "cuda"))

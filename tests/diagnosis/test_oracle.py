@@ -1,19 +1,12 @@
 """Every figure equals that of whole models in plain transformers, to float32 rounding."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
 import moemerge
 import zoo
-from calibration import cases
 from diagnosis import oracle
 
-CaseOf = Callable[..., cases.Case]
 FAMILIES = ("olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss")
 NUMBERS = (
     "tokens",
@@ -33,7 +26,7 @@ NUMBERS = (
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_figures_are_those_of_whole_models(family: str, case_of: CaseOf, tmp_path: Path) -> None:
+def test_figures_are_those_of_whole_models(family, case_of, tmp_path):
     case = case_of(family)
     other = zoo.perturb(case.merged, tmp_path / "other", seed=5, scale=0.1)
     found = moemerge.diagnose(
@@ -66,13 +59,13 @@ def test_figures_are_those_of_whole_models(family: str, case_of: CaseOf, tmp_pat
             assert total.kl == pytest.approx(mean, rel=1e-4)
 
 
-def check_row(row: object, expected: dict[str, object]) -> None:
+def check_row(row, expected):
     for name in NUMBERS:
         assert getattr(row, name) == pytest.approx(expected[name], rel=1e-4, abs=1e-7), name
     for name in ("load_source", "load"):
         assert getattr(row, name) == pytest.approx(expected[name]), name
-    flow = {(a, b): share for a, b, share in row.flow}  # type: ignore[attr-defined]
-    everything: dict[tuple[int, int], float] = expected["flow"]  # type: ignore[assignment]
+    flow = {(a, b): share for a, b, share in row.flow}
+    everything = expected["flow"]
     assert flow.items() <= everything.items() or flow == pytest.approx(
         {pair: everything[pair] for pair in flow}, rel=1e-5
     )
@@ -82,7 +75,7 @@ def check_row(row: object, expected: dict[str, object]) -> None:
     assert all(share <= smallest * (1 + 1e-5) for share in left)
 
 
-def test_text_bounds_and_layers_are_honoured(case_of: CaseOf) -> None:
+def test_text_bounds_and_layers_are_honoured(case_of):
     case = case_of("olmoe")
     found = moemerge.diagnose(
         case.merged,
@@ -99,7 +92,7 @@ def test_text_bounds_and_layers_are_honoured(case_of: CaseOf) -> None:
     assert "--limit 3" in found.command
 
 
-def test_held_out_rows_are_those_a_calibration_spares(case_of: CaseOf, tmp_path: Path) -> None:
+def test_held_out_rows_are_those_a_calibration_spares(case_of, tmp_path):
     case = case_of("olmoe")
     report = case.calibrate(tmp_path / "out", holdout=0.3, device="cpu")
     held = moemerge.diagnose(case.merged, sources=case.sources, data=case.data, holdout=0.3)

@@ -1,26 +1,18 @@
 """The document, the table, the data frame."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 import moemerge
 import zoo
-from calibration import cases
 from moemerge.checkpoint import Checkpoint
-from moemerge.diagnosis.results import Diagnosis
 from moemerge.errors import UsageError
 
-CaseOf = Callable[..., cases.Case]
 DOCUMENT = {
     "kind", "version", "command", "created", "model", "models", "sources", "domains", "figures",
     "layers", "totals", "swaps", "calibration", "calibration_of", "verdict", "advice", "settings",
@@ -35,7 +27,7 @@ ROW = {
 
 
 @pytest.fixture(scope="module")
-def found(case_of: CaseOf) -> Diagnosis:
+def found(case_of):
     case = case_of("olmoe")
     return moemerge.diagnose(
         case.merged,
@@ -46,7 +38,7 @@ def found(case_of: CaseOf) -> Diagnosis:
     )
 
 
-def test_the_document_is_json_with_the_names_that_pages_read(found: Diagnosis) -> None:
+def test_the_document_is_json_with_the_names_that_pages_read(found):
     document = found.to_json()
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert document.keys() == DOCUMENT
@@ -76,7 +68,7 @@ def test_the_document_is_json_with_the_names_that_pages_read(found: Diagnosis) -
     assert document["calibration"] is None
 
 
-def test_a_source_against_itself_is_at_zero_in_its_domain(found: Diagnosis) -> None:
+def test_a_source_against_itself_is_at_zero_in_its_domain(found):
     name = found.models[1].name
     assert found.total("math", name).mismatch == 0
     assert found.total("code", name).mismatch > 0
@@ -84,14 +76,14 @@ def test_a_source_against_itself_is_at_zero_in_its_domain(found: Diagnosis) -> N
         found.total("chat")
 
 
-def test_rows_are_flat(found: Diagnosis) -> None:
+def test_rows_are_flat(found):
     rows = found.rows()
     assert len(rows) == len(found.layers)
     assert all(isinstance(v, int | float | str) for row in rows for v in row.values())
     assert rows[0]["kl"] == found.layers[0].kl
 
 
-def test_a_data_frame_needs_pandas(found: Diagnosis, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_frame_needs_pandas(found, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
     assert found.to_dataframe() == found.rows()
     monkeypatch.setitem(sys.modules, "pandas", None)
@@ -99,7 +91,7 @@ def test_a_data_frame_needs_pandas(found: Diagnosis, monkeypatch: pytest.MonkeyP
         found.to_dataframe()
 
 
-def test_the_report_of_a_calibrated_folder_is_part_of_it(case_of: CaseOf, tmp_path: Path) -> None:
+def test_the_report_of_a_calibrated_folder_is_part_of_it(case_of, tmp_path):
     case = case_of("olmoe")
     case.calibrate(tmp_path / "out", layers="last:2")
     given = {"sources": case.sources, "data": case.data}
@@ -112,7 +104,7 @@ def test_the_report_of_a_calibrated_folder_is_part_of_it(case_of: CaseOf, tmp_pa
     assert after.kl_on_features < beside.total("math").kl_on_features
 
 
-def test_bfloat16_shards_and_padding(case_of: CaseOf) -> None:
+def test_bfloat16_shards_and_padding(case_of):
     """In the model's own dtype; figures are near those of the same weights in float32."""
     case = case_of("olmoe", dtype=torch.bfloat16, shard_size="20KB")
     given = {"sources": case.sources, "data": case.data}
@@ -123,12 +115,12 @@ def test_bfloat16_shards_and_padding(case_of: CaseOf) -> None:
         assert half.total(domain).loss == pytest.approx(full.total(domain).loss, rel=0.02)
 
 
-def test_everything_is_read_once(case_of: CaseOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_read_once(case_of, monkeypatch):
     case = case_of("olmoe")
-    read: Counter[tuple[Path, str, Any]] = Counter()
+    read = Counter()
     plain = Checkpoint.read
 
-    def counting(self: Checkpoint, name: str, rows: Any = None, out: Any = None) -> torch.Tensor:
+    def counting(self, name, rows=None, out=None):
         read[self.path, name, rows] += 1
         return plain(self, name, rows, out)
 
@@ -140,7 +132,7 @@ def test_everything_is_read_once(case_of: CaseOf, monkeypatch: pytest.MonkeyPatc
         assert times.keys() == zoo.tensors(folder).keys()
 
 
-def test_parked_activations_change_nothing(case_of: CaseOf) -> None:
+def test_parked_activations_change_nothing(case_of):
     case = case_of("olmoe")
     given = {"sources": case.sources, "data": case.data}
     near, far = (moemerge.diagnose(case.merged, **given, offload=o) for o in ("device", "disk"))

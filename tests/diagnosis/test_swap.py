@@ -1,12 +1,8 @@
 """Routers of one model in another: as a folder, and while it is diagnosed."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,21 +16,18 @@ from moemerge.architectures.opened import open_model
 from moemerge.architectures.roles import ROUTING_ROLES
 from moemerge.errors import ArchitectureError, CheckpointError, NumericalError, UsageError
 
-CaseOf = Callable[..., cases.Case]
 # A plain one, one with a bias on the logits, one with selection biases, one with scales and tables.
 FAMILIES = ("olmoe", "gpt_oss", "deepseek_v3", "gemma4_text", "deepseek_v4", "zaya")
 
 
-def routing(folder: Path) -> set[str]:
+def routing(folder):
     model = open_model("m", folder)
     names = model.checkpoint.tensors
     return {n for n in names if model.architecture.role(n) in ROUTING_ROLES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_output_has_exactly_the_others_routers(
-    family: str, zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_output_has_exactly_the_others_routers(family, zoo_folder, tmp_path):
     model = zoo_folder(family)
     other = zoo.perturb(model, tmp_path / "other", seed=1, scale=0.3)
     report = moemerge.swap_routers(model, other, tmp_path / "out")
@@ -48,7 +41,7 @@ def test_the_output_has_exactly_the_others_routers(
     zoo.assert_loads(tmp_path / "out")
 
 
-def test_some_layers_and_links(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_some_layers_and_links(zoo_folder, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(zoo_folder("olmoe", shard_size="20KB"), model)
     (model / "README.md").write_text("# A merge\n\nMade by somebody.")
@@ -75,7 +68,7 @@ def test_some_layers_and_links(zoo_folder: Callable[..., Path], tmp_path: Path) 
     assert len(cases.changed_tensors(model, tmp_path / "out")) == 3
 
 
-def test_layouts_and_dtypes_may_differ(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_layouts_and_dtypes_may_differ(zoo_folder, tmp_path):
     model = zoo.build("mixtral", tmp_path / "model", fused=True, dtype=torch.bfloat16)
     other = zoo_folder("mixtral", seed=4)
     report = moemerge.swap_routers(model, other, tmp_path / "out")
@@ -86,7 +79,7 @@ def test_layouts_and_dtypes_may_differ(zoo_folder: Callable[..., Path], tmp_path
     assert "rounded from float32 to bfloat16" in report.notices[0]
 
 
-def test_what_does_not_fit_is_refused(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(zoo_folder, tmp_path):
     olmoe, out = zoo_folder("olmoe"), tmp_path / "out"
     for other, words in (
         (zoo_folder("mixtral"), "is 'mixtral', but"),
@@ -105,9 +98,7 @@ def test_what_does_not_fit_is_refused(zoo_folder: Callable[..., Path], tmp_path:
     assert not out.exists()
 
 
-def test_routers_that_are_not_finite_are_refused(
-    zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_routers_that_are_not_finite_are_refused(zoo_folder, tmp_path):
     donor = Path(shutil.copytree(zoo_folder("olmoe"), tmp_path / "donor"))
     with zoo.edited(donor) as tensors:
         tensors["model.layers.1.mlp.gate.weight"][2, 3] = torch.nan
@@ -117,9 +108,7 @@ def test_routers_that_are_not_finite_are_refused(
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
-def test_swaps_in_a_diagnosis_are_those_of_swapped_folders(
-    family: str, case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_swaps_in_a_diagnosis_are_those_of_swapped_folders(family, case_of, tmp_path):
     case = case_of(family)
     found = moemerge.diagnose(case.merged, sources=case.sources, data=case.data, swaps=True)
     assert [(s.domain, s.weights_of, s.routers_of) for s in found.swaps] == [
@@ -143,7 +132,7 @@ def test_swaps_in_a_diagnosis_are_those_of_swapped_folders(
         assert swap.loss == pytest.approx(total.loss_source if own else total.loss, rel=1e-12)
 
 
-def test_diagnosis_and_statistics(case_of: Any, tmp_path: Path) -> None:
+def test_diagnosis_and_statistics(case_of, tmp_path):
     kind = qz.KINDS["qwen fp8"]
     case = case_of(kind.family, dtype=torch.bfloat16)
     merged = kind.publish(case.merged, tmp_path / "quantised", shards=2)
@@ -162,11 +151,11 @@ def test_diagnosis_and_statistics(case_of: Any, tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def figures(rows):
     return [{k: v for k, v in row.items() if k != "model"} for row in rows]
 
 
-def test_routers_are_swapped_and_all_else_is_copied(case_of: Any, tmp_path: Path) -> None:
+def test_routers_are_swapped_and_all_else_is_copied(case_of, tmp_path):
     kind = qz.KINDS["qwen fp8"]
     case = case_of(kind.family, dtype=torch.bfloat16)
     merged = kind.publish(case.merged, tmp_path / "quantised", shards=2)

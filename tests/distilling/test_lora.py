@@ -1,10 +1,6 @@
 """Adapters: their arithmetic, the written model, and the memory of a large one."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +19,11 @@ GB = 1e9
 
 
 @pytest.fixture(scope="module")
-def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
-    base = zoo_folder("olmoe", num_hidden_layers=2)
-    return cases.make_case(base, tmp_path_factory.mktemp("case"), rows=30, scale=0.3)
+def case(case_of):
+    return case_of("olmoe", num_hidden_layers=2, rows=30)
 
 
-def student(model: Path, rank: int | None, *, recompute: bool = False) -> Student:
+def student(model, rank, *, recompute=False):
     opened = open_model("merged", model)
     layout = TrainedLayout(opened, None, adapted=rank is not None)
     options = StudentOptions("adamw", recompute, rank, seed=0)
@@ -36,9 +31,7 @@ def student(model: Path, rank: int | None, *, recompute: bool = False) -> Studen
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_of_the_factors_follow_from_the_weights(
-    case: cases.Case, recompute: bool
-) -> None:
+def test_gradients_of_the_factors_follow_from_the_weights(case, recompute):
     """With W' = W + 2 B A and B = 0: dL/dB = 2 dL/dW' Aᵀ, and dL/dA = 0."""
     ids = torch.arange(2, 14).view(2, 6)
     whole, low = student(case.merged, None), student(case.merged, 4, recompute=recompute)
@@ -49,7 +42,6 @@ def test_gradients_of_the_factors_follow_from_the_weights(
     for name in {name.rpartition(".")[0] for name in low.trained}:
         up, down = low.trained[f"{name}.lora_B"], low.trained[f"{name}.lora_A"]
         gradient = whole.trained[name].grad
-        assert gradient is not None
         torch.testing.assert_close(
             up.grad, SCALE * gradient @ down.mT, rtol=1e-3, atol=1e-6 * float(gradient.abs().max())
         )
@@ -57,7 +49,7 @@ def test_gradients_of_the_factors_follow_from_the_weights(
         assert not down.grad.any()
 
 
-def test_adapters_are_merged_into_the_weights(case: cases.Case, tmp_path: Path) -> None:
+def test_adapters_are_merged_into_the_weights(case, tmp_path):
     given = {"sources": case.sources, "data": case.data, **FAST, "lora": 4, "learning_rate": 1e-2}
     report = moemerge.distill(case.merged, tmp_path / "out", **given)
 
@@ -75,7 +67,7 @@ def test_adapters_are_merged_into_the_weights(case: cases.Case, tmp_path: Path) 
         assert again.held_out[0][name] == pytest.approx(value, rel=1e-4)
 
 
-def test_shapes_of_factors() -> None:
+def test_shapes_of_factors():
     assert factor_shapes((64, 2048, 1024), 16) == ((64, 2048, 16), (64, 16, 1024))
     assert factor_shapes((3, 8), 16) == ((3, 3), (3, 8))
 
@@ -102,7 +94,7 @@ OLMOE = TrainingSize(
 )
 
 
-def test_memory_of_a_large_model() -> None:
+def test_memory_of_a_large_model():
     """By hand, in GB: weights 13.8 and logits 8.6 in every case.
 
     AdamW: gradients 13.8, float32 copies and gradients 2 x 27.7, moments 55.4. Adafactor: gradients

@@ -1,7 +1,5 @@
 """Adafactor against torch's own, and its rounding of bfloat16 weights."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -12,7 +10,7 @@ from moemerge.distilling.optimisers import Adafactor, make_optimiser
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 3)])
-def test_one_matrix_is_updated_as_by_torch(shape: tuple[int, ...]) -> None:
+def test_one_matrix_is_updated_as_by_torch(shape):
     torch.manual_seed(0)
     ours = torch.randn(shape, requires_grad=True)
     theirs = ours.detach().clone().requires_grad_()
@@ -29,7 +27,7 @@ def test_one_matrix_is_updated_as_by_torch(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_matrices_of_a_stack_are_updated_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_of_a_stack_are_updated_alone(monkeypatch):
     """In chunks of any size."""
     torch.manual_seed(0)
     stack, gradient = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
@@ -43,7 +41,7 @@ def test_matrices_of_a_stack_are_updated_alone(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(stack, torch.stack(single))
 
 
-def test_small_updates_add_up_in_bfloat16() -> None:
+def test_small_updates_add_up_in_bfloat16():
     """A hundred updates of 1e-4 of a weight, each far below the spacing of bfloat16."""
     torch.manual_seed(0)
     value = torch.ones(100, 100, dtype=torch.bfloat16)
@@ -55,13 +53,13 @@ def test_small_updates_add_up_in_bfloat16() -> None:
     assert float(value.float().mean()) == pytest.approx(0.99, abs=3e-4)
 
 
-def test_a_loaded_state_continues_to_the_same_bits() -> None:
+def test_a_loaded_state_continues_to_the_same_bits():
     torch.manual_seed(0)
     value = torch.randn(6, 8).bfloat16()
     optimiser = Adafactor([value], 1e-2)
     gradients = torch.randn(4, 6, 8).bfloat16()
 
-    def steps(numbers: range, value: torch.Tensor, optimiser: Adafactor) -> None:
+    def steps(numbers, value, optimiser):
         for number in numbers:
             torch.manual_seed(number)
             value.grad = gradients[number]

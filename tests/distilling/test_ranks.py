@@ -1,11 +1,6 @@
 """A distillation by two processes (torchrun, gloo, FSDP) gives what one process gives."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +12,7 @@ from together import LIMIT, job, together
 
 pytestmark = [pytest.mark.timeout(LIMIT), pytest.mark.slow]
 
-SETTINGS: dict[str, Any] = {
+SETTINGS = {
     "device": "cpu",
     "dtype": "float32",
     "steps": 4,
@@ -29,10 +24,10 @@ SETTINGS: dict[str, Any] = {
 LARGEST_DIFFERENCE = 0.02
 
 
-RUNS: dict[str, dict[str, Any]] = {"whole": {}, "lora": {"lora": 4, "learning_rate": 1e-2}}
+RUNS = {"whole": {}, "lora": {"lora": 4, "learning_rate": 1e-2}}
 
 
-def test_two_processes_train_as_one(tmp_path: Path, zoo_folder: Callable[..., Path]) -> None:
+def test_two_processes_train_as_one(tmp_path, zoo_folder):
     """Each process holds half of the weights. With 13 rows the processes have unequal shares."""
     case = cases.make_case(zoo_folder("olmoe"), tmp_path, rows=13)
     given = {"sources": case.sources, "data": case.data, **SETTINGS}

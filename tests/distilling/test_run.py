@@ -1,11 +1,6 @@
 """A whole distillation: the written weights, the report, refusals and resumed runs."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +10,7 @@ from calibration import cases
 from moemerge.distilling import run as running
 from moemerge.errors import ConfigError, ResourceError, UsageError
 
-FAST: dict[str, Any] = {
+FAST = {
     "device": "cpu",
     "dtype": "float32",
     "steps": 10,
@@ -27,25 +22,22 @@ FAST: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
-    base = zoo_folder("olmoe", num_hidden_layers=2)
-    return cases.make_case(base, tmp_path_factory.mktemp("case"), rows=30, scale=0.3)
+def case(case_of):
+    return case_of("olmoe", num_hidden_layers=2, rows=30)
 
 
-def distill(case: cases.Case, out: Path, **options: Any) -> Any:
+def distill(case, out, **options):
     given = {"sources": case.sources, "data": case.data, **FAST, **options}
     return moemerge.distill(case.merged, out, **given)
 
 
 @pytest.fixture(scope="module")
-def distilled(case: cases.Case, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def distilled(case, tmp_path_factory):
     out = tmp_path_factory.mktemp("distilled") / "out"
     return out, distill(case, out)
 
 
-def test_the_divergence_falls_and_the_model_loads(
-    case: cases.Case, distilled: tuple[Path, Any]
-) -> None:
+def test_the_divergence_falls_and_the_model_loads(case, distilled):
     out, report = distilled
 
     for name in case.sources:
@@ -56,9 +48,7 @@ def test_the_divergence_falls_and_the_model_loads(
     assert moemerge.inspect(out) is not None
 
 
-def test_the_written_weights_have_the_reported_divergence(
-    case: cases.Case, distilled: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_the_written_weights_have_the_reported_divergence(case, distilled, tmp_path):
     """The divergence of OUT before another training is that of the step that was kept."""
     out, report = distilled
     again = moemerge.distill(
@@ -70,26 +60,23 @@ def test_the_written_weights_have_the_reported_divergence(
 
 
 @pytest.mark.parametrize(
-    ("only", "part"),
-    [("routers", "mlp.gate."), ("experts", ".experts."), ("attention", "self_attn")],
+    ("chosen", "part"),
+    [
+        ({"only": "routers"}, "mlp.gate."),
+        ({"only": "experts"}, ".experts."),
+        ({"only": "attention"}, "self_attn"),
+        ({"layers": "1"}, ".layers.1."),
+    ],
 )
-def test_only_a_part_is_trained(case: cases.Case, tmp_path: Path, only: str, part: str) -> None:
-    distill(case, tmp_path / "out", only=only, steps=2)
+def test_only_a_part_is_trained(case, tmp_path, chosen, part):
+    distill(case, tmp_path / "out", steps=2, **chosen)
 
     changed = cases.changed_tensors(case.merged, tmp_path / "out")
     assert changed
     assert all(part in name for name in changed)
 
 
-def test_only_some_layers_are_trained(case: cases.Case, tmp_path: Path) -> None:
-    distill(case, tmp_path / "out", layers="1", steps=2)
-
-    changed = cases.changed_tensors(case.merged, tmp_path / "out")
-    assert changed
-    assert all(".layers.1." in name for name in changed)
-
-
-def test_a_config_refits_and_distils(case: cases.Case, tmp_path: Path) -> None:
+def test_a_config_refits_and_distils(case, tmp_path):
     """One file gives what three commands give."""
     short = {**FAST, "steps": 3}
     fitted = {"device": "cpu", "dtype": "float32", "measure": False}
@@ -114,7 +101,7 @@ def test_a_config_refits_and_distils(case: cases.Case, tmp_path: Path) -> None:
     assert cases.leftovers(tmp_path / "chain") == []
 
 
-def test_a_hopeless_rate_keeps_the_merged_weights(case: cases.Case, tmp_path: Path) -> None:
+def test_a_hopeless_rate_keeps_the_merged_weights(case, tmp_path):
     report = distill(case, tmp_path / "out", learning_rate=10.0, steps=4)
 
     assert report.kept_step == 0
@@ -122,7 +109,7 @@ def test_a_hopeless_rate_keeps_the_merged_weights(case: cases.Case, tmp_path: Pa
     assert "merged weights are kept" in report.notices[-1]
 
 
-def test_held_out_rows_choose_the_rate(case: cases.Case, tmp_path: Path) -> None:
+def test_held_out_rows_choose_the_rate(case, tmp_path):
     report = distill(case, tmp_path / "out", learning_rate="auto", steps=8)
 
     tried = report.tried_rates
@@ -139,19 +126,14 @@ def test_held_out_rows_choose_the_rate(case: cases.Case, tmp_path: Path) -> None
     ],
 )
 def test_a_killed_run_resumes_to_the_same_bytes(
-    case: cases.Case,
-    distilled: tuple[Path, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    own: dict[str, Any],
-    killed: int,
-) -> None:
+    case, distilled, tmp_path, monkeypatch, own, killed
+):
     class KilledError(Exception):
         pass
 
     step = running.Trainer.step
 
-    def step_until_killed(self: Any, number: int, optimiser: Any) -> float:
+    def step_until_killed(self, number, optimiser):
         if number == killed:
             raise KilledError
         return step(self, number, optimiser)
@@ -167,7 +149,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
             distill(case, tmp_path / "out", **own)
     assert not (tmp_path / "out").exists()
 
-    def no_teacher(*_: Any, **__: Any) -> None:
+    def no_teacher(*_, **__):
         raise AssertionError("the stored distributions should be used")
 
     monkeypatch.setattr("moemerge.distilling.teachers._fill", no_teacher)
@@ -179,15 +161,13 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     assert cases.leftovers(tmp_path / "out") == []
 
 
-def test_the_resolved_config_repeats_the_run(
-    case: cases.Case, distilled: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_the_resolved_config_repeats_the_run(case, distilled, tmp_path):
     moemerge.run(distilled[0] / "moemerge_config.yml", tmp_path / "again")
 
     assert cases.changed_tensors(distilled[0], tmp_path / "again") == set()
 
 
-def test_what_is_refused(case: cases.Case, tmp_path: Path) -> None:
+def test_what_is_refused(case, tmp_path):
     with pytest.raises(ConfigError, match="held-out rows choose the learning rate"):
         distill(case, tmp_path / "out", holdout=0, learning_rate="auto")
     with pytest.raises(ConfigError, match="steps"):
@@ -197,9 +177,7 @@ def test_what_is_refused(case: cases.Case, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_memory_is_refused(
-    case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_is_refused(case, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "available_memory", lambda device: 1000)
 
     with pytest.raises(ResourceError, match="distillation needs about"):
@@ -207,7 +185,7 @@ def test_too_little_memory_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bfloat16_weights_are_trained_in_float32(case: cases.Case, tmp_path: Path) -> None:
+def test_bfloat16_weights_are_trained_in_float32(case, tmp_path):
     """Steps far below the spacing of bfloat16 add up."""
     report = distill(case, tmp_path / "out", dtype="bfloat16", learning_rate=1e-4, steps=4)
 

@@ -1,7 +1,5 @@
 """The stored distributions and the divergence against hand-computed values."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -10,11 +8,11 @@ import torch
 from moemerge.distilling.targets import divergence, next_token_loss, top_tokens
 
 
-def full_divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def full_divergence(p, q):
     return (p * (p.log() - q.log())).sum(-1)
 
 
-def test_top_tokens_of_known_probabilities() -> None:
+def test_top_tokens_of_known_probabilities():
     logits = torch.tensor([[0.1, 0.6, 0.3]]).log() + 5.0  # a constant changes nothing
 
     top = top_tokens(logits, 2)
@@ -23,7 +21,7 @@ def test_top_tokens_of_known_probabilities() -> None:
     assert top.log_probs.exp().flatten().tolist() == pytest.approx([0.6, 0.3], rel=1e-5)
 
 
-def test_divergence_groups_the_remaining_tokens() -> None:
+def test_divergence_groups_the_remaining_tokens():
     """p = (.5, .3, .1, .1), q = (.25, .25, .25, .25), k = 2: rest .2 against .5."""
     p = torch.tensor([[0.5, 0.3, 0.1, 0.1]])
     q = torch.full((1, 4), 0.25)
@@ -35,7 +33,7 @@ def test_divergence_groups_the_remaining_tokens() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_all_tokens_give_the_full_divergence(seed: int) -> None:
+def test_all_tokens_give_the_full_divergence(seed):
     torch.manual_seed(seed)
     p, q = 3.0 * torch.randn(5, 11), 3.0 * torch.randn(5, 11)
 
@@ -45,7 +43,7 @@ def test_all_tokens_give_the_full_divergence(seed: int) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
-def test_fewer_tokens_give_a_lower_bound(k: int) -> None:
+def test_fewer_tokens_give_a_lower_bound(k):
     torch.manual_seed(k)
     p, q = 2.0 * torch.randn(20, 13), 2.0 * torch.randn(20, 13)
 
@@ -55,7 +53,7 @@ def test_fewer_tokens_give_a_lower_bound(k: int) -> None:
     assert bool((found <= full_divergence(p.softmax(-1), q.softmax(-1)) + 1e-5).all())
 
 
-def test_the_teacher_itself_has_no_divergence_and_no_gradient() -> None:
+def test_the_teacher_itself_has_no_divergence_and_no_gradient():
     torch.manual_seed(0)
     logits = torch.randn(4, 9, requires_grad=True)
 
@@ -67,7 +65,7 @@ def test_the_teacher_itself_has_no_divergence_and_no_gradient() -> None:
     assert float(logits.grad.abs().max()) < 1e-6
 
 
-def test_a_certain_teacher_gives_finite_gradients() -> None:
+def test_a_certain_teacher_gives_finite_gradients():
     logits = torch.zeros(1, 4, requires_grad=True)
 
     divergence(logits, top_tokens(torch.tensor([[80.0, 0.0, 0.0, 0.0]]), 2)).sum().backward()
@@ -76,7 +74,7 @@ def test_a_certain_teacher_gives_finite_gradients() -> None:
     assert bool(torch.isfinite(logits.grad).all())
 
 
-def test_next_token_loss_of_known_probabilities() -> None:
+def test_next_token_loss_of_known_probabilities():
     logits = torch.tensor([[0.2, 0.8]]).log()
 
     assert float(next_token_loss(logits, torch.tensor([1]))) == pytest.approx(-math.log(0.8))

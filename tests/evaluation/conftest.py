@@ -1,9 +1,5 @@
 """The bundled specialists, and problems of their own."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from moemerge.testbed import bundled_set
@@ -11,7 +7,7 @@ from moemerge.testbed.tasks import problems
 
 
 @pytest.fixture(scope="session")
-def specialists() -> dict[str, Path]:
+def specialists():
     return dict(bundled_set().models)
 
 

@@ -1,7 +1,5 @@
 """Tasks of lm-eval with our engine, against lm-eval's own."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -49,7 +47,7 @@ def task_file(sums, tmp_path_factory):
     rows = [{"question": p.prompt, "answer": p.answer} for p in sums[:16]]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def write(name: str, text: str) -> str:
+    def write(name, text):
         path = folder / f"{name}.yaml"
         path.write_text(text.replace("DATA", str(data)))
         return str(path)

@@ -1,7 +1,5 @@
 """The page of an evaluation and the entries of model cards."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np
@@ -16,7 +14,7 @@ from report.scores_sample import HOSTILE, sample_page
 
 
 @pytest.fixture(scope="module")
-def report() -> EvaluationReport:
+def report():
     scores = np.array([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
     task = TaskScores(
         "gsm8k", "GSM8K", "math", ("1", "2", "3"), scores, single=True,

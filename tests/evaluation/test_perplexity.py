@@ -1,7 +1,5 @@
 """Perplexity of plain text: against transformers, by documents, and compared in pairs."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -27,7 +25,7 @@ from moemerge.text.tokens import load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     lines = (bundled_set().models["math"].parent / "data" / "math.jsonl").read_text().splitlines()
     rows = [{**json.loads(line), "page": at // 4} for at, line in enumerate(lines[:24])]
     path = tmp_path_factory.mktemp("text") / "math.jsonl"
@@ -35,7 +33,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def row_losses(folder: Path, file: Path) -> list[tuple[float, int]]:
+def row_losses(folder, file):
     """The summed loss of every row by transformers, and its number of predicted tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
@@ -47,7 +45,7 @@ def row_losses(folder: Path, file: Path) -> list[tuple[float, int]]:
     return found
 
 
-def test_it_is_the_loss_of_the_models(specialists, text: Path, tmp_path: Path) -> None:
+def test_it_is_the_loss_of_the_models(specialists, text, tmp_path):
     models = [specialists["math"], specialists["chat"]]
     page = tmp_path / "page.html"
     report = run(
@@ -83,7 +81,7 @@ def test_it_is_the_loss_of_the_models(specialists, text: Path, tmp_path: Path) -
     assert '- type: "perplexity"' in model_index(report, "math")
 
 
-def test_it_is_shown_next_to_other_tasks(specialists, sums, text: Path, tmp_path: Path) -> None:
+def test_it_is_shown_next_to_other_tasks(specialists, sums, text, tmp_path):
     task = write_task(tmp_path / "tasks", sums[:3], verify="evaluation.cases:as_the_testbed")
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(map(str, (
         "evaluate", specialists["math"], specialists["code"], "--task", task, "--task",
@@ -95,7 +93,7 @@ def test_it_is_shown_next_to_other_tasks(specialists, sums, text: Path, tmp_path
     assert "perplexity" in result.stdout
 
 
-def test_documents_of_many_tokens_are_not_many_observations() -> None:
+def test_documents_of_many_tokens_are_not_many_observations():
     """Ten copies of each document are as unsure as one, by draws and by the formula."""
     rng = np.random.default_rng(0)
     sums = tuple(rng.normal(20.0, 4.0, 30))
@@ -111,7 +109,7 @@ def test_documents_of_many_tokens_are_not_many_observations() -> None:
     assert high - low == pytest.approx(2 * 1.96 * (found[0].error or 0.0), rel=0.1)
 
 
-def test_models_with_other_tokens_are_not_compared(specialists, text: Path, tmp_path: Path) -> None:
+def test_models_with_other_tokens_are_not_compared(specialists, text, tmp_path):
     other = Path(shutil.copytree(specialists["math"], tmp_path / "other"))
     zoo.tiny_tokenizer(other, words=("one", "two"))
     report = run([specialists["math"], other], ["perplexity"], tmp_path / "out",
@@ -120,7 +118,7 @@ def test_models_with_other_tokens_are_not_compared(specialists, text: Path, tmp_
     assert any("other has other tokens than math" in notice for notice in report.notices)
 
 
-def test_what_is_missing_is_an_error(specialists, text: Path, tmp_path: Path) -> None:
+def test_what_is_missing_is_an_error(specialists, text, tmp_path):
     model = specialists["math"]
     with pytest.raises(UsageError, match="the task perplexity needs text"):
         prepare(request([model], ["perplexity"], tmp_path / "out"))

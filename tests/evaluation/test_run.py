@@ -1,7 +1,5 @@
 """Evaluations from end to end, with the bundled specialists."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

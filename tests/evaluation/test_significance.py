@@ -1,9 +1,6 @@
 """Standard errors and paired tests against values from printed tables and by hand."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -187,7 +184,7 @@ def test_one_problem_says_nothing_about_others():
     assert not row.pairs[0].significant
 
 
-def report_of(*solved: Sequence[int], draws: int = 2000) -> EvaluationReport:
+def report_of(*solved, draws=2000):
     """Models `a`, `b`, … on one task with one sample per problem."""
     names = "abc"[: len(solved)]
     scores = np.array(solved, dtype=float)
@@ -197,7 +194,7 @@ def report_of(*solved: Sequence[int], draws: int = 2000) -> EvaluationReport:
     return EvaluationReport("p", {}, {name: name for name in names}, (task,), rows)
 
 
-def test_a_winner_needs_the_paired_test() -> None:
+def test_a_winner_needs_the_paired_test():
     few, more, many = [0] * 40, [1] * 2 + [0] * 38, [1] * 30 + [0] * 10
     assert report_of(few, many).headline == "b is better than a, by 75.0 points of Task"
     told = "b is not distinguishable from a: they differ by 5.0 points of Task"
@@ -209,7 +206,7 @@ def test_a_winner_needs_the_paired_test() -> None:
     assert report_of(few, [1] * 29 + [0] * 11, many).headline == told
 
 
-def test_p_is_shown_to_the_resolution_of_its_draws() -> None:
+def test_p_is_shown_to_the_resolution_of_its_draws():
     (pair,) = report_of([0] * 40, [1] * 30 + [0] * 10).rows[0].pairs
     assert pair.mcnemar is not None
     assert pair.decisive_p == pair.mcnemar.p
@@ -221,7 +218,7 @@ def test_p_is_shown_to_the_resolution_of_its_draws() -> None:
     assert replace(drawn, p=0.04).p_text == "0.040"
 
 
-def test_a_merge_is_first_compared_with_its_base_and_its_best_source() -> None:
+def test_a_merge_is_first_compared_with_its_base_and_its_best_source():
     few, some, many = [0] * 40, [1] * 20 + [0] * 20, [1] * 30 + [0] * 10
     base_and_sources = {"b": "base", "c": "source"}
     report = replace(report_of(few, some, many), inputs={"a": base_and_sources})

@@ -1,7 +1,5 @@
 """The package's tasks: what is asked of a row of each set, and how both protocols judge."""
 
-from __future__ import annotations
-
 import pytest
 
 from evaluation.cases import request
@@ -69,7 +67,7 @@ def judged():
     """Makes each check once."""
     made = {}
 
-    def judge(posed, text: str) -> bool:
+    def judge(posed, text):
         if posed.verify not in made:
             made[posed.verify] = make_verifier(posed.verify, allow_code=True, workers=1)
         response = posed.task.settings.prefill + text
@@ -80,7 +78,7 @@ def judged():
         verifier.close()
 
 
-def posed_task(name: str, protocol: str, tmp_path):
+def posed_task(name, protocol, tmp_path):
     wanted = request(["m"], [name], tmp_path, data={name: [ROWS[name]]}, protocol=protocol)
     return prepare(wanted).tasks[0]
 

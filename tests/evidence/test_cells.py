@@ -1,7 +1,5 @@
 """Cells and tables from end to end, on a set that was hardly trained."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict, replace

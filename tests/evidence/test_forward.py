@@ -1,7 +1,5 @@
 """The batched forward pass equals that of transformers, for several models at once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,7 +1,5 @@
 """The optimiser is AdamW, plans have the right shares, and stacked models are independent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,14 +1,12 @@
 """What diagnose expects of a repair, and losses on natural text, from recorded merges."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
 import pytest
 
 from evidence import swaps
-from evidence.natural_table import Sums, difference, repaired_models
+from evidence.natural_table import difference, repaired_models
 from evidence.prediction import FITTED_SEEDS, Merge, bands, expected, merges
 from evidence.prediction import tested as on_other_seeds
 from moemerge.diagnosis.advice import (
@@ -23,7 +21,7 @@ from moemerge.diagnosis.verdict import WORTH
 CELLS = Path(__file__).parents[2] / "docs" / "data" / "evidence-methods.jsonl.xz"
 
 
-def test_the_advice_has_the_numbers_of_the_fit() -> None:
+def test_the_advice_has_the_numbers_of_the_fit():
     found = merges(CELLS)
     fitted = [one for one in found if one.seed in FITTED_SEEDS]
     for below, own in bands(fitted).items():
@@ -35,7 +33,7 @@ def test_the_advice_has_the_numbers_of_the_fit() -> None:
     assert len(found) == 840
 
 
-def test_a_prediction_is_tested_on_other_seeds() -> None:
+def test_a_prediction_is_tested_on_other_seeds():
     low = [Merge("plain", seed, 0.1, 0.0, 0.5) for seed in (0, 0, 1, 2, 3)]
     high = [Merge("soft", seed, 0.6, 0.8, 0.5) for seed in (0, 0, 1, 2, 3)]
     found = [*low, *high, Merge("soft", 4, 0.6, 0.4, 0.5)]
@@ -49,11 +47,11 @@ def test_a_prediction_is_tested_on_other_seeds() -> None:
 @pytest.mark.parametrize(
     ("kl", "band"), [(0.0, 0.15), (0.15, 0.3), (0.49, 0.5), (math.inf, math.inf)]
 )
-def test_a_band_has_its_lower_edge(kl: float, band: float) -> None:
+def test_a_band_has_its_lower_edge(kl, band):
     assert expected_of_calibration(kl) is CALIBRATION[band]
 
 
-def test_swaps_predict_merges_of_more_specialists() -> None:
+def test_swaps_predict_merges_of_more_specialists():
     found = swaps.read(CELLS.with_name("swaps.jsonl"))
     assert str(swaps.shortfall(found)) == str(SHORTFALL)
     others = [one for one in found if one.sources == 3 and one.won_back >= WORTH]
@@ -61,20 +59,20 @@ def test_swaps_predict_merges_of_more_specialists() -> None:
     assert max(one.closed for one in found if one.won_back < WORTH) < 0.01
 
 
-PLAIN: Sums = {"a": (30.0, 10, 4), "b": (80.0, 20, 5)}
-REPAIRED: Sums = {"a": (28.0, 10, 4), "b": (72.0, 20, 6)}
-SPECIALIST: Sums = {"a": (20.0, 10, 4), "b": (70.0, 20, 6)}
+PLAIN = {"a": (30.0, 10, 4), "b": (80.0, 20, 5)}
+REPAIRED = {"a": (28.0, 10, 4), "b": (72.0, 20, 6)}
+SPECIALIST = {"a": (20.0, 10, 4), "b": (70.0, 20, 6)}
 
 
-def test_difference_is_clustered_by_package() -> None:
+def test_difference_is_clustered_by_package():
     mean, error = difference(REPAIRED, PLAIN)
     assert mean == pytest.approx(-10 / 30)
     # The residuals of the two packages are -2 + 10/3 and -8 + 20/3.
     assert error == pytest.approx(math.sqrt(2 * 2 * (4 / 3) ** 2) / 30)
 
 
-def test_closed_is_the_share_of_the_gap_to_the_specialists() -> None:
-    def line(model: str, sums: Sums) -> dict[str, object]:
+def test_closed_is_the_share_of_the_gap_to_the_specialists():
+    def line(model, sums):
         domains = dict.fromkeys(("python", "js", "prose", "general", "math"), sums)
         return {"model": model, "seconds": None, "domains": domains}
 

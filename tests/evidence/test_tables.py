@@ -1,7 +1,5 @@
 """Tables, comparisons, pages and figures from cells with known numbers, and recorded tables."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict

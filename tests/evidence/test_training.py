@@ -1,7 +1,5 @@
 """Training writes complete sets, is reproducible, and resumes after a kill."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """From study files to nodes, cells and tables; and what they will take."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A study from end to end, with the bundled specialists and a handful of problems."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

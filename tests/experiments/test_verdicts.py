@@ -1,18 +1,14 @@
 """What the tables of a study say first: against the base, the best source and the control."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from moemerge.errors import DataError
 from moemerge.experiments.cells import CELLS, CellJournal
 from moemerge.experiments.report import comparison_table, legend, main_table, markdown, verdicts
-from moemerge.experiments.summary import Summary, packed, summarise
+from moemerge.experiments.summary import packed, summarise
 from moemerge.experiments.tables import REFERENCE, Row, TableForm, TextTable
 from moemerge.experiments.tree import StudySet
 
@@ -37,7 +33,7 @@ class Cell:
     domains: tuple[str, ...] = ("math",)
 
 
-def summary_of(folder, solved, **values) -> Summary:
+def summary_of(folder, solved, **values):
     """Rows that solve the first so many of the problems of one task."""
     form = {"control": CONTROL, "singles": ("base", "math", "code"), **values}
     form = TableForm(
@@ -126,7 +122,7 @@ def test_latex_escapes_and_groups():
     ]
 
 
-def test_a_name_that_looks_like_a_formula_is_text_to_a_spreadsheet() -> None:
+def test_a_name_that_looks_like_a_formula_is_text_to_a_spreadsheet():
     table = TextTable(("merge", "score"), (("=1+1", "-3.5"), ("@x", "+2.0"), ("-x", "-.5")), left=1)
     assert table.csv().splitlines() == ["merge,score", "'=1+1,-3.5", "'@x,+2.0", "'-x,-.5"]
 
@@ -162,7 +158,7 @@ SCALE = {"problems": 3}
 class OneSet:
     seed: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self):
         return {"seed": self.seed}
 
 
@@ -171,38 +167,38 @@ class OneCell:
     name: str
 
 
-def journal(folder: Path) -> CellJournal:
+def journal(folder):
     return CellJournal(folder, SCALE)
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Path:
+def written(tmp_path):
     one = journal(tmp_path)
     for seed, name in ((0, "linear"), (0, "a line\u2028and another"), (1, "linear")):
-        one.add(OneSet(seed), OneCell(name), {"score": 0.1 + seed})  # type: ignore[arg-type]
+        one.add(OneSet(seed), OneCell(name), {"score": 0.1 + seed})
     return tmp_path
 
 
-def score(folder: Path, seed: int, name: str = "linear") -> Any:
-    entry = journal(folder).get(OneSet(seed), OneCell(name))  # type: ignore[arg-type]
+def score(folder, seed, name="linear"):
+    entry = journal(folder).get(OneSet(seed), OneCell(name))
     return None if entry is None else entry["score"]
 
 
-def test_cells_are_read_again(written: Path) -> None:
+def test_cells_are_read_again(written):
     assert score(written, 0) == 0.1
     assert score(written, 1) == 1.1
     assert score(written, 0, "a line\u2028and another") == 0.1
-    assert CellJournal(written, {"problems": 4}).get(OneSet(0), OneCell("linear")) is None  # type: ignore[arg-type]
+    assert CellJournal(written, {"problems": 4}).get(OneSet(0), OneCell("linear")) is None
 
 
-def test_lines_without_a_digest_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_lines_without_a_digest_are_taken_as_they_are(tmp_path):
     line = {"set": {"seed": 0}, "cell": "linear", "scale": SCALE, "score": 0.5}
     (tmp_path / CELLS).write_text(json.dumps(line) + "\n")
     assert score(tmp_path, 0) == 0.5
 
 
 @pytest.mark.parametrize("line", ["[1]", "{}", '{"set": 1, "cell": "a", "scale": {}}'])
-def test_a_line_that_is_no_cell(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_no_cell(tmp_path, line):
     (tmp_path / CELLS).write_text(line + "\n")
     with pytest.raises(DataError, match="line 1"):
         journal(tmp_path)

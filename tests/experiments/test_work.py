@@ -1,15 +1,10 @@
 """Items run in an order that fits, and a failure takes down only what needed it."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -94,14 +89,14 @@ def lose_the_gpu(mark):
 
 
 @pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def calls(tmp_path, monkeypatch):
     (tmp_path / "deadly_calls.py").write_text(CALLS)
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("deadly_calls")
     del sys.modules["deadly_calls"]
 
 
-def test_a_worker_that_dies_takes_nothing_else_with_it(tmp_path: Path, calls: Any) -> None:
+def test_a_worker_that_dies_takes_nothing_else_with_it(tmp_path, calls):
     items = [
         WorkItem("deadly", calls.die, (None,)),
         WorkItem("killed once", calls.die, (tmp_path / "mark",)),
@@ -120,7 +115,7 @@ def test_a_worker_that_dies_takes_nothing_else_with_it(tmp_path: Path, calls: An
     assert [outcomes[f"plain {n}"].result for n in range(4)] == [0, -1, -2, -3]
 
 
-def test_a_worker_whose_gpu_has_failed_gets_no_more_to_do(tmp_path: Path, calls: Any) -> None:
+def test_a_worker_whose_gpu_has_failed_gets_no_more_to_do(tmp_path, calls):
     mark = tmp_path / "pid"
     items = [
         WorkItem("lost", calls.lose_the_gpu, (mark,), rank=(0,)),
@@ -134,7 +129,7 @@ def test_a_worker_whose_gpu_has_failed_gets_no_more_to_do(tmp_path: Path, calls:
     assert int(mark.read_text()) not in later
 
 
-def test_workers_with_gpus_are_processes_of_their_own(calls: Any) -> None:
+def test_workers_with_gpus_are_processes_of_their_own(calls):
     """Even a single one: a process whose GPU has failed can use it no more."""
     (alone,) = run_work([WorkItem("a", calls.where, ())], Workers(1, gpus=("7",)))
     pid, seen, shares = alone.result
@@ -146,7 +141,7 @@ def test_workers_with_gpus_are_processes_of_their_own(calls: Any) -> None:
     assert all(shares == {"cpu": 3, "cuda": 2} for *_, shares in found)
 
 
-def test_a_script_that_does_not_ask_for_its_name_is_run_once(tmp_path: Path) -> None:
+def test_a_script_that_does_not_ask_for_its_name_is_run_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import operator\n"

@@ -1,10 +1,6 @@
 """`moemerge convert`: the same model in another layout, and back to the same bytes."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from moemerge.errors import ArchitectureError, NumericalError, UsageError
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "kimi_linear")
 
 
-def same(first: Path, second: Path) -> None:
+def same(first, second):
     ours, theirs = zoo.tensors(first), zoo.tensors(second)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
@@ -27,7 +23,7 @@ def same(first: Path, second: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back(family: str, zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_there_and_back(family, zoo_folder, tmp_path):
     """The fused layout is what transformers saves; per-expert is the published one."""
     published = zoo_folder(family, dtype=torch.bfloat16)
     fused = zoo_folder(family, dtype=torch.bfloat16, fused=True)
@@ -39,7 +35,7 @@ def test_there_and_back(family: str, zoo_folder: Callable[..., Path], tmp_path: 
     assert (tmp_path / "back" / "config.json").is_file()
 
 
-def test_refusals(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_refusals(zoo_folder, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(UsageError, match="has the per-expert layout already"):
         moemerge.convert(zoo_folder("olmoe"), out, layout="per-expert")
@@ -48,7 +44,7 @@ def test_refusals(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_values_that_are_not_finite(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_values_that_are_not_finite(zoo_folder, tmp_path):
     model = shutil.copytree(zoo_folder("olmoe"), tmp_path / "model")
     tensors = zoo.tensors(model)
     tensors["model.layers.1.self_attn.q_norm.weight"][3] = torch.inf

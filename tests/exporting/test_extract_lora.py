@@ -1,18 +1,12 @@
 """`moemerge extract-lora`: what peft and our own reader make of the adapter."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moemerge
@@ -22,22 +16,20 @@ from moemerge.errors import ArchitectureError, CheckpointError, NumericalError
 
 
 @pytest.fixture
-def pair(zoo_folder: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
+def pair(zoo_folder, tmp_path):
     base = zoo_folder("olmoe")
     return zoo.perturb(base, tmp_path / "tuned", seed=7), base
 
 
-def merged_by_peft(base: Path, adapter: Path) -> dict[str, Tensor]:
-    model: Any = AutoModelForCausalLM.from_pretrained(base)
+def merged_by_peft(base, adapter):
+    model = AutoModelForCausalLM.from_pretrained(base)
     with torch.no_grad():
         merged = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
     return dict(merged.state_dict())
 
 
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "gpt_oss", "qwen2_moe"])
-def test_full_rank_is_the_fine_tune_for_us_and_for_peft(
-    family: str, zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_full_rank_is_the_fine_tune_for_us_and_for_peft(family, zoo_folder, tmp_path):
     base, out = zoo_folder(family), tmp_path / "lora"
     tuned = zoo.perturb(base, tmp_path / "tuned", seed=7)
     report = moemerge.extract_lora(tuned, base, out, rank=1000)
@@ -49,13 +41,13 @@ def test_full_rank_is_the_fine_tune_for_us_and_for_peft(
             if name not in left_out:
                 torch.testing.assert_close(read[name], value, atol=2e-6, rtol=0, msg=name)
     theirs = merged_by_peft(base, out)
-    model: Any = AutoModelForCausalLM.from_pretrained(tuned)
+    model = AutoModelForCausalLM.from_pretrained(tuned)
     for name, value in model.state_dict().items():
         if name not in left_out:
             torch.testing.assert_close(theirs[name], value, atol=2e-6, rtol=0, msg=name)
 
 
-def test_error_is_that_of_the_truncated_svd(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_error_is_that_of_the_truncated_svd(pair, tmp_path):
     """Experts are stored one by one, but PEFT's gate and up are one matrix."""
     tuned, base = pair
     report = moemerge.extract_lora(tuned, base, tmp_path / "lora", rank=4)
@@ -63,7 +55,7 @@ def test_error_is_that_of_the_truncated_svd(pair: tuple[Path, Path], tmp_path: P
     layer = "model.layers.1.mlp.experts"
     errors = {row.name: row.error * row.norm for row in report.parameters}
 
-    def lost(matrices: list[Tensor]) -> float:
+    def lost(matrices):
         values = [torch.linalg.svdvals(m)[4:] for m in matrices]
         return float(torch.cat(values).norm())
 
@@ -85,7 +77,7 @@ def test_error_is_that_of_the_truncated_svd(pair: tuple[Path, Path], tmp_path: P
     assert document["extract_lora"]["error"] == report.error()
 
 
-def test_energy_chooses_the_rank(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_energy_chooses_the_rank(pair, tmp_path):
     tuned, base = pair
     report = moemerge.extract_lora(tuned, base, tmp_path / "lora", energy=0.6)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -101,9 +93,7 @@ def test_energy_chooses_the_rank(pair: tuple[Path, Path], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("layout", "fused"), [("in-out", True), ("per-expert", False)])
-def test_layouts_of_older_readers(
-    layout: Any, fused: bool, zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_layouts_of_older_readers(layout, fused, zoo_folder, tmp_path):
     base = zoo_folder("olmoe", fused=fused)
     tuned = zoo.perturb(base, tmp_path / "tuned", seed=7)
     moemerge.extract_lora(tuned, base, tmp_path / "lora", rank=1000, layout=layout)
@@ -112,9 +102,7 @@ def test_layouts_of_older_readers(
             torch.testing.assert_close(read[name], value, atol=2e-6, rtol=0, msg=name)
 
 
-def test_only_what_changed_is_in_the_adapter(
-    zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_only_what_changed_is_in_the_adapter(zoo_folder, tmp_path):
     base = zoo_folder("olmoe")
     tuned, name = tmp_path / "tuned", "model.layers.1.mlp.experts.2.down_proj.weight"
     shutil.copytree(base, tuned)
@@ -130,9 +118,7 @@ def test_only_what_changed_is_in_the_adapter(
         )
 
 
-def test_what_cannot_be_extracted_is_refused(
-    pair: tuple[Path, Path], zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_what_cannot_be_extracted_is_refused(pair, zoo_folder, tmp_path):
     tuned, base = pair
     out = tmp_path / "lora"
     with pytest.raises(CheckpointError, match="do not differ"):

@@ -4,16 +4,11 @@ If a new release fails here, the message names the function of `features/compat.
 `runtime/torch_compat.py` that must change.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     OlmoeForCausalLM,
@@ -27,34 +22,32 @@ from moemerge.errors import CheckpointError
 from moemerge.features import compat
 from moemerge.runtime import torch_compat
 
-Folder = Callable[..., Path]
 
-
-def parameters(function: Any) -> list[str]:
+def parameters(function):
     return list(inspect.signature(function).parameters)
 
 
 @pytest.fixture
-def model(zoo_folder: Folder) -> PreTrainedModel:
+def model(zoo_folder):
     config = AutoConfig.from_pretrained(zoo_folder("olmoe"))
     return compat.build_model(OlmoeForCausalLM, config, torch.bfloat16)
 
 
-def experts_of(model: nn.Module) -> Any:
+def experts_of(model):
     return next(module for module in model.modules() if compat.is_experts(module))
 
 
 # --- the table of conversions -----------------------------------------------------------------
 
 
-def test_get_model_conversion_mapping(model: PreTrainedModel) -> None:
+def test_get_model_conversion_mapping(model):
     entries = compat.get_model_conversion_mapping(model)
     assert any(isinstance(entry, compat.WeightConverter) for entry in entries)
     known = (compat.WeightConverter, compat.WeightRenaming)
     assert all(isinstance(entry, known) for entry in entries)
 
 
-def test_rename_source_key(model: PreTrainedModel) -> None:
+def test_rename_source_key(model):
     assert len(parameters(compat.rename_source_key)) >= 5
     entries = compat.get_model_conversion_mapping(model)
     converters = [entry for entry in entries if isinstance(entry, compat.WeightConverter)]
@@ -66,12 +59,12 @@ def test_rename_source_key(model: PreTrainedModel) -> None:
     assert any(pattern in converter.source_patterns for converter in converters)
 
 
-def test_dot_natural_key() -> None:
+def test_dot_natural_key():
     names = ["a.10.b", "a.9.b", "a.1.b"]
     assert sorted(names, key=compat.dot_natural_key) == ["a.1.b", "a.9.b", "a.10.b"]
 
 
-def test_weight_converter() -> None:
+def test_weight_converter():
     converter = compat.WeightConverter(
         ["experts.*.gate.weight", "experts.*.up.weight"],
         "experts.gate_up",
@@ -93,7 +86,7 @@ def test_weight_converter() -> None:
 # --- building a model -------------------------------------------------------------------------
 
 
-def test_mark_initialised() -> None:
+def test_mark_initialised():
     from transformers import initialization
 
     marked, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
@@ -104,29 +97,29 @@ def test_mark_initialised() -> None:
     assert other.all()
 
 
-def test_supports_sdpa() -> None:
+def test_supports_sdpa():
     assert isinstance(PreTrainedModel._supports_sdpa, bool)
     assert compat.supports_sdpa(OlmoeForCausalLM)
 
 
-def test_attention_implementation(model: PreTrainedModel) -> None:
+def test_attention_implementation(model):
     assert compat.attention_implementation(model.config) == "sdpa"
 
 
-def test_dtype_plan(model: PreTrainedModel) -> None:
+def test_dtype_plan(model):
     assert compat.dtype_plan(model, torch.bfloat16) == {}
     model._keep_in_fp32_modules_strict = {"gate"}
     assert compat.dtype_plan(model, torch.bfloat16) == {"gate": torch.float32}
 
 
-def test_tied_weights(zoo_folder: Folder) -> None:
+def test_tied_weights(zoo_folder):
     config = AutoConfig.from_pretrained(zoo_folder("olmoe"))
     config.tie_word_embeddings = True
     model = compat.build_model(OlmoeForCausalLM, config, torch.float32)
     assert compat.tied_weights(model) == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def test_router_recorders(model: PreTrainedModel) -> None:
+def test_router_recorders(model):
     declared = [found for part in model.modules() for found in compat.router_recorders(part)]
     kinds = {getattr(one, "target_class", one).__name__ for one in declared}
     assert kinds == {"OlmoeTopKRouter"}
@@ -135,11 +128,11 @@ def test_router_recorders(model: PreTrainedModel) -> None:
 # --- experts ----------------------------------------------------------------------------------
 
 
-def test_set_experts_implementation(model: PreTrainedModel) -> None:
+def test_set_experts_implementation(model):
     """The registered function is called with the arguments that ours expects."""
-    seen: list[tuple[Any, ...]] = []
+    seen = []
 
-    def forward(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(module, x, chosen, weights):
         seen.append((module, x.dim(), chosen.shape == weights.shape))
         return torch.zeros_like(x)
 
@@ -151,7 +144,7 @@ def test_set_experts_implementation(model: PreTrainedModel) -> None:
     assert compat.is_experts(seen[0][0])
 
 
-def test_grouped_experts() -> None:
+def test_grouped_experts():
     assert parameters(moe.grouped_mm_experts_forward)[:4] == [
         "self",
         "hidden_states",
@@ -160,14 +153,14 @@ def test_grouped_experts() -> None:
     ]
 
 
-def test_is_experts(model: PreTrainedModel) -> None:
+def test_is_experts(model):
     experts = experts_of(model)
     for name in ("has_gate", "has_bias", "is_transposed"):
         assert isinstance(getattr(experts, name), bool), name
     assert not compat.is_experts(nn.Linear(2, 2))
 
 
-def test_apply_gate(model: PreTrainedModel) -> None:
+def test_apply_gate(model):
     experts = experts_of(model)
     gate, up = torch.randn(5, 4), torch.randn(5, 4)
     wanted = nn.functional.silu(gate) * up
@@ -175,7 +168,7 @@ def test_apply_gate(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(("family", "default"), [("olmoe", True), ("gpt_oss", False)])
-def test_has_default_gate(family: str, default: bool, zoo_folder: Folder) -> None:
+def test_has_default_gate(family, default, zoo_folder):
     config = AutoConfig.from_pretrained(zoo_folder(family))
     from transformers import AutoModelForCausalLM
 
@@ -186,7 +179,7 @@ def test_has_default_gate(family: str, default: bool, zoo_folder: Folder) -> Non
 # --- training ---------------------------------------------------------------------------------
 
 
-def test_use_one_gpu(tmp_path: Path) -> None:
+def test_use_one_gpu(tmp_path):
     pytest.importorskip("accelerate", reason="needs the extra `tune`")
     arguments = TrainingArguments(output_dir=str(tmp_path))
     arguments._n_gpu = 4
@@ -194,7 +187,7 @@ def test_use_one_gpu(tmp_path: Path) -> None:
     assert arguments.n_gpu == 1
 
 
-def test_trainer_methods_that_tuning_overrides() -> None:
+def test_trainer_methods_that_tuning_overrides():
     assert parameters(Trainer._save) == ["self", "output_dir", "state_dict"]
     assert parameters(Trainer._load_from_checkpoint) == ["self", "resume_from_checkpoint", "model"]
 
@@ -202,7 +195,7 @@ def test_trainer_methods_that_tuning_overrides() -> None:
 # --- torch ------------------------------------------------------------------------------------
 
 
-def test_grouped_mm() -> None:
+def test_grouped_mm():
     rows = torch.randn(5, 16).bfloat16()
     weights = torch.randn(2, 16, 8).bfloat16()
     ends = torch.tensor([2, 5], dtype=torch.int32)
@@ -211,7 +204,7 @@ def test_grouped_mm() -> None:
     assert torch.allclose(found.float(), wanted.float(), atol=0.1)
 
 
-def test_record_offset(tmp_path: Path) -> None:
+def test_record_offset(tmp_path):
     file = tmp_path / "weights.bin"
     value = torch.arange(300, dtype=torch.float32)
     torch.save({"weight": value}, file)

@@ -1,11 +1,5 @@
 """What is computed in a faster way on a GPU: only where it is the same thing."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from transformers.integrations import moe
@@ -18,12 +12,11 @@ from moemerge.features.loading import build_skeleton
 from moemerge.features.router_stream import RouterStream
 from moemerge.features.settings import StreamSettings
 
-Folder = Callable[..., Path]
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 
 
-def norms(folder: Path) -> Iterator[Any]:
+def norms(folder):
     model = build_skeleton(Checkpoint.open(folder), BF16)
     seen = set()
     for module in model.modules():
@@ -36,34 +29,34 @@ def norms(folder: Path) -> Iterator[Any]:
     ("family", "plain"),
     [("olmoe", True), ("qwen3_moe", True), ("mixtral", True), ("qwen3_next", False)],
 )
-def test_only_plain_norms_are_taken_for_plain(family: str, plain: bool, zoo_folder: Folder) -> None:
+def test_only_plain_norms_are_taken_for_plain(family, plain, zoo_folder):
     found = [is_plain_norm(module, CPU, BF16) for module in norms(zoo_folder(family))]
     assert found
     assert all(found) == plain  # qwen3_next scales by 1 + weight, and gates one of its norms
 
 
-def test_a_norm_that_adds_its_epsilon_elsewhere_is_not_plain() -> None:
+def test_a_norm_that_adds_its_epsilon_elsewhere_is_not_plain():
     class LateRMSNorm(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(64))
             self.eps = 1e-5
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             wide = x.float()
             return self.weight * (wide / (wide.square().mean(-1, True).sqrt() + self.eps)).to(BF16)
 
     assert not is_plain_norm(LateRMSNorm(), CPU, BF16)
 
 
-def test_on_a_cpu_nothing_is_switched(zoo_folder: Folder) -> None:
+def test_on_a_cpu_nothing_is_switched(zoo_folder):
     model = build_skeleton(Checkpoint.open(zoo_folder("olmoe")), BF16)
     assert use_fused_norms(model, CPU, BF16) == 0
     assert not fused.use_fused_experts(model, CPU, BF16)
     assert model.config._experts_implementation == compat.GROUPED
 
 
-def experts_of(folder: Path) -> Any:
+def experts_of(folder):
     model = build_skeleton(Checkpoint.open(folder), BF16)
     return next(m for m in model.modules() if hasattr(m, "_apply_gate"))
 
@@ -71,7 +64,7 @@ def experts_of(folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("family", "suited"), [("olmoe", True), ("qwen3_moe", True), ("gpt_oss", False)]
 )
-def test_which_experts_are_known(family: str, suited: bool, zoo_folder: Folder) -> None:
+def test_which_experts_are_known(family, suited, zoo_folder):
     experts = experts_of(zoo_folder(family))
     x = torch.zeros(3, 32, dtype=BF16)
     chosen, weights = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
@@ -80,7 +73,7 @@ def test_which_experts_are_known(family: str, suited: bool, zoo_folder: Folder) 
     assert not fused._suited(experts, x, chosen[None], weights[None])
 
 
-def test_what_learns_is_left_to_transformers(zoo_folder: Folder) -> None:
+def test_what_learns_is_left_to_transformers(zoo_folder):
     experts = experts_of(zoo_folder("olmoe"))
     x, chosen = torch.zeros(3, 32, dtype=BF16), torch.zeros(3, 2, dtype=torch.int64)
     for weights in (torch.ones(3, 2), torch.ones(3, 2, requires_grad=True)):
@@ -91,12 +84,10 @@ def test_what_learns_is_left_to_transformers(zoo_folder: Folder) -> None:
         assert fused._suited(experts, x, chosen, torch.ones(3, 2))
 
 
-def test_experts_in_their_stored_dtype_compute_the_same(
-    zoo_folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_in_their_stored_dtype_compute_the_same(zoo_folder, monkeypatch):
     monkeypatch.setattr(fused, "CONVERTED_BYTES", 4 * 32 * 5)  # five rows
     folder, batches = zoo_folder("olmoe", dtype=BF16), reference.batches()
-    found: list[list[torch.Tensor]] = []
+    found = []
     for narrow in (False, True):
         settings = StreamSettings(CPU, torch.float32, narrow_experts=narrow)
         with RouterStream(Checkpoint.open(folder), batches, settings) as stream:
@@ -119,9 +110,7 @@ def test_experts_in_their_stored_dtype_compute_the_same(
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "d", "w"), [
     (1, 1, 2, 64, 16), (37, 4, 8, 96, 48), (1000, 8, 64, 512, 256), (513, 2, 128, 2048, 768),
 ])  # fmt: skip
-def test_fused_experts_are_the_plain_ones(
-    weights: torch.dtype, tokens: int, top_k: int, experts: int, d: int, w: int
-) -> None:
+def test_fused_experts_are_the_plain_ones(weights, tokens, top_k, experts, d, w):
     from moemerge.kernels.experts import experts as fused
 
     class Plain:
@@ -131,7 +120,7 @@ def test_fused_experts_are_the_plain_ones(
         _apply_gate = moe._default_apply_gate
 
     torch.manual_seed(tokens)
-    plain: Any = Plain()
+    plain = Plain()
     plain.gate_up_proj = (torch.randn(experts, 2 * w, d, device="cuda") * d**-0.5).to(BF16)
     plain.down_proj = (torch.randn(experts, d, w, device="cuda") * w**-0.5).to(BF16)
     x = torch.randn(tokens, d, device="cuda").to(BF16)
@@ -145,10 +134,10 @@ def test_fused_experts_are_the_plain_ones(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
-def test_bfloat16_features_are_as_near_as_the_whole_models(family: str, zoo_folder: Folder) -> None:
+def test_bfloat16_features_are_as_near_as_the_whole_models(family, zoo_folder):
     folder = zoo_folder(family, dtype=BF16)
     batches = reference.batches()
-    found: reference.Features = {}
+    found = {}
     with RouterStream(
         Checkpoint.open(folder), batches, StreamSettings(torch.device("cuda"), BF16)
     ) as stream:

@@ -1,10 +1,6 @@
 """The tables of known config values agree with the installed transformers."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,21 +32,19 @@ from moemerge.features.loading import build_skeleton
     ],
     ids=["activations", "attention", "experts", "rope"],
 )
-def test_every_name_of_transformers_is_known(known: frozenset[str], theirs: Any) -> None:
+def test_every_name_of_transformers_is_known(known, theirs):
     assert set(theirs) <= known
 
 
 @pytest.mark.parametrize("family", [name for name in zoo.FAMILIES if zoo.installed(name)])
-def test_a_config_filled_with_defaults_passes(family: str, tmp_path: Path) -> None:
+def test_a_config_filled_with_defaults_passes(family, tmp_path):
     model = open_model("m", zoo.build(family, tmp_path / "model"))
     filled = fill_config(model.checkpoint.config)
     assert filled is not None
     check_config(filled, model.checkpoint.tensors, "config.json")
 
 
-def test_what_a_config_class_rejects_is_refused(
-    zoo_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_config_class_rejects_is_refused(zoo_folder, tmp_path, monkeypatch):
     model = open_model("m", zoo_folder("olmoe"))
     require_loadable(model)
     with pytest.raises(UnreadableConfigError, match="transformers cannot read it"):
@@ -63,9 +57,7 @@ def test_what_a_config_class_rejects_is_refused(
         require_loadable(model)
 
 
-def test_no_model_is_built_from_a_config_that_contradicts_its_tensors(
-    zoo_folder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_model_is_built_from_a_config_that_contradicts_its_tensors(zoo_folder, monkeypatch):
     checkpoint = open_model("m", zoo_folder("olmoe")).checkpoint
     monkeypatch.setattr(checkpoint, "config", {**checkpoint.config, "num_experts_per_tok": 99})
     with pytest.raises(ArchitectureError, match="each token goes to 99 experts"):

@@ -1,11 +1,7 @@
 """How long batches are, what memory they take, and where parked ones go."""
 
-from __future__ import annotations
-
 import resource
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,21 +29,21 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_rows_of_a_model_with_an_indexer_are_never_padded(family: str, tmp_path: Path) -> None:
+def test_rows_of_a_model_with_an_indexer_are_never_padded(family, tmp_path):
     """Its attention counts padding among the keys it picks, so padding changes hidden states."""
     folder = zoo.build(family, tmp_path / family)
     assert batch_tokens(open_model("model", folder), CPU) == 1
 
 
-def test_other_rows_share_a_batch(tmp_path: Path) -> None:
+def test_other_rows_share_a_batch(tmp_path):
     folder = zoo.build("olmoe", tmp_path / "olmoe")
     assert batch_tokens(open_model("model", folder), CPU) > 1
 
 
 @pytest.mark.parametrize(("family", "shorter"), [("olmoe", False), ("gpt_oss", True)])
 def test_long_batches_are_for_fused_attention_and_large_gpus(
-    family: str, shorter: bool, zoo_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    family, shorter, zoo_folder, monkeypatch
+):
     model = open_model("model", zoo_folder(family))
     sizes = []
     for memory in (1 * 10**9, 141 * 10**9):
@@ -59,7 +55,7 @@ def test_long_batches_are_for_fused_attention_and_large_gpus(
 SMALL = MemoryEstimate(CPU, "device", 1, 2, 4, 8, 16, 32)
 
 
-def test_sizes_by_hand(zoo_folder: Callable[..., Path]) -> None:
+def test_sizes_by_hand(zoo_folder):
     batches = reference.batches()
     with RouterStream(
         Checkpoint.open(zoo_folder("olmoe")), batches, StreamSettings(prefetch=True)
@@ -85,7 +81,7 @@ def test_sizes_by_hand(zoo_folder: Callable[..., Path]) -> None:
     assert "parked activations" in memory.describe()
 
 
-def test_what_is_where() -> None:
+def test_what_is_where():
     assert SMALL.on_device == SMALL.on_host == 63
     disk = replace(SMALL, offload="disk")
     assert (disk.on_device, disk.on_disk) == (55, 8)
@@ -95,7 +91,7 @@ def test_what_is_where() -> None:
     assert (spilled.on_device, spilled.on_host) == (55, PINNED_BYTES + 8)
 
 
-def test_the_nearest_place_with_room() -> None:
+def test_the_nearest_place_with_room():
     free = available_memory(CPU)
     assert choose_offload(SMALL).offload == "device"
     assert choose_offload(replace(SMALL, parked=2 * free)).offload == "disk"
@@ -103,7 +99,7 @@ def test_the_nearest_place_with_room() -> None:
         choose_offload(replace(SMALL, layer=2 * free))
 
 
-def test_attention_that_keeps_scores_is_counted(zoo_folder: Callable[..., Path]) -> None:
+def test_attention_that_keeps_scores_is_counted(zoo_folder):
     running = {}
     batches = reference.batches()
     for family in ("gpt_oss", "mixtral"):
@@ -117,7 +113,7 @@ def test_attention_that_keeps_scores_is_counted(zoo_folder: Callable[..., Path])
     assert with_scores - without == 12 * pairs * heads  # two in float32, and the softmax
 
 
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_is_told(tmp_path):
     spill = SpillFactory("disk", CPU, tmp_path).spill(0)
     assert spill is not None
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -129,10 +125,9 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_every_reference_comes_back(tmp_path: Path) -> None:
+def test_every_reference_comes_back(tmp_path):
     room = SpillFactory("disk", CPU, tmp_path)
     spill = room.spill(0)
-    assert spill is not None
     value = torch.randn(64, 32)
     view, expected = value.t()[3:], value.clone()
     spill.out([value, view, value], keep=set(), smallest=0)
@@ -149,10 +144,9 @@ def test_every_reference_comes_back(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_shared_and_small_storages_stay(tmp_path: Path) -> None:
+def test_shared_and_small_storages_stay(tmp_path):
     room = SpillFactory("disk", CPU, tmp_path)
     spill = room.spill(0)
-    assert spill is not None
     layer = torch.nn.Linear(8, 8)
     layer.cache = torch.ones(8, 8)
     small = torch.ones(4)
@@ -162,13 +156,13 @@ def test_shared_and_small_storages_stay(tmp_path: Path) -> None:
     room.close()
 
 
-def test_a_cpu_run_has_nothing_to_gain_from_the_cpu() -> None:
+def test_a_cpu_run_has_nothing_to_gain_from_the_cpu():
     assert not SpillFactory("cpu", CPU).active
     assert not SpillFactory("device", torch.device("cuda")).active
     assert SpillFactory("cpu", torch.device("cuda")).active
 
 
-def test_the_tracker_knows_what_is_alive() -> None:
+def test_the_tracker_knows_what_is_alive():
     tracker = Tracker()
     with tracker:
         kept = torch.ones(4) * 2

@@ -1,11 +1,5 @@
 """A stream stops before any module, hands out what it is given, and goes on with new weights."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,23 +8,18 @@ from features import reference
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import NumericalError, UsageError
 from moemerge.features.settings import StreamSettings
-from moemerge.features.stops import Call
 from moemerge.features.stream import ModelStream
-from moemerge.text.batches import Batch
 
-Folder = Callable[..., Path]
 SPILLED = StreamSettings(offload="disk", spill_smallest=0)
 GATHERED = StreamSettings(gather=True)
 
 
-def heard_in_whole(
-    model: Any, paths: list[str], batches: tuple[Batch, ...]
-) -> dict[str, list[list[Tensor]]]:
+def heard_in_whole(model, paths, batches):
     """By module and batch: the tensors that the whole model gives it, rows of real tokens."""
-    found: dict[str, list[list[Tensor]]] = {path: [] for path in paths}
+    found = {path: [] for path in paths}
 
-    def listener(path: str) -> Callable[..., None]:
-        def listen(module: Any, args: Any, kwargs: Any) -> None:
+    def listener(path):
+        def listen(module, args, kwargs):
             given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
             found[path].append([v.reshape(-1, v.shape[-1]).clone() for v in given])
 
@@ -53,7 +42,7 @@ def heard_in_whole(
     return found
 
 
-def module_paths(stream: ModelStream) -> list[str]:
+def module_paths(stream):
     return [hook.path for hooks in stream.input_hooks.layers for hook in hooks]
 
 
@@ -61,9 +50,7 @@ def module_paths(stream: ModelStream) -> list[str]:
     "settings", [StreamSettings(), SPILLED, GATHERED], ids=["plain", "spilled", "gathered"]
 )
 @pytest.mark.parametrize("family", ["olmoe", "qwen2_moe", "deepseek_v3"])
-def test_modules_get_what_the_whole_model_gives_them(
-    family: str, settings: StreamSettings, zoo_folder: Folder
-) -> None:
+def test_modules_get_what_the_whole_model_gives_them(family, settings, zoo_folder):
     batches = reference.batches()
     with ModelStream(Checkpoint.open(zoo_folder(family)), batches, settings) as stream:
         paths = module_paths(stream)
@@ -84,16 +71,16 @@ def test_modules_get_what_the_whole_model_gives_them(
     assert sorted(seen) == sorted(paths)
 
 
-def test_maps_that_share_their_input_say_so(zoo_folder: Folder) -> None:
+def test_maps_that_share_their_input_say_so(zoo_folder):
     with ModelStream(Checkpoint.open(zoo_folder("olmoe")), reference.batches()) as stream:
         stream.stop_before(path for path in module_paths(stream) if ".0.self_attn." in path)
         shared = {stop.path.rpartition(".")[2]: stop.shared for stop in stream}
     assert shared == {"q_proj": False, "k_proj": True, "v_proj": True, "o_proj": False}
 
 
-def test_stops_at_layers_have_the_layer_before_in_memory(zoo_folder: Folder) -> None:
+def test_stops_at_layers_have_the_layer_before_in_memory(zoo_folder):
     batches, folder = reference.batches(), zoo_folder("olmoe")
-    hidden: list[Tensor] = []
+    hidden = []
     layers = [f"model.layers.{number}" for number in range(3)]
     entered = heard_in_whole(reference.whole_model(folder), layers, batches)
     with ModelStream(
@@ -118,13 +105,13 @@ def test_stops_at_layers_have_the_layer_before_in_memory(zoo_folder: Folder) -> 
     assert stops == [("layer", 0), ("layer", 1), ("layer", 2), ("end", 3)]
 
 
-def test_layers_without_inputs_bring_nothing(zoo_folder: Folder) -> None:
+def test_layers_without_inputs_bring_nothing(zoo_folder):
     with ModelStream(Checkpoint.open(zoo_folder("olmoe")), reference.batches()) as stream:
         stream.stop_at_layers()
         assert [len(stop.arrivals) for stop in stream] == [0, 0, 0, 0]
 
 
-def test_replaced_weights_act_from_there_on(zoo_folder: Folder) -> None:
+def test_replaced_weights_act_from_there_on(zoo_folder):
     batches, folder = reference.batches(), zoo_folder("olmoe")
     paths = ["model.layers.0.self_attn.o_proj", "model.layers.1.mlp.gate"]
     name = f"{paths[0]}.weight"
@@ -142,7 +129,7 @@ def test_replaced_weights_act_from_there_on(zoo_folder: Folder) -> None:
     assert all(torch.equal(x, given[0]) for x, given in zip(seen, expected, strict=True))
 
 
-def test_replaced_weights_are_rounded_to_what_is_stored(zoo_folder: Folder) -> None:
+def test_replaced_weights_are_rounded_to_what_is_stored(zoo_folder):
     folder = zoo_folder("olmoe", dtype=torch.bfloat16)
     path = "model.layers.0.self_attn.q_proj"
     with ModelStream(Checkpoint.open(folder), reference.batches()) as stream:
@@ -161,10 +148,10 @@ def test_replaced_weights_are_rounded_to_what_is_stored(zoo_folder: Folder) -> N
             stop.replace({f"{path}.weight": new[:2]})
 
 
-def test_calls_are_heard_with_and_without_what_they_give(zoo_folder: Folder) -> None:
+def test_calls_are_heard_with_and_without_what_they_give(zoo_folder):
     batches = reference.batches()
-    before: list[Call] = []
-    after: list[Call] = []
+    before = []
+    after = []
     with ModelStream(Checkpoint.open(zoo_folder("olmoe")), batches) as stream:
         path = "model.layers.1.self_attn.v_proj"
         stream.listen([path], lambda batch, rows, calls: before.extend(calls))

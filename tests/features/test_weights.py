@@ -1,17 +1,11 @@
 """Weights in memory are what transformers itself would load, and go back to meta."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import multimodal_zoo
 import zoo
@@ -23,17 +17,16 @@ from moemerge.features.loading import build_skeleton, map_names
 from moemerge.features.routers import anatomy
 from moemerge.features.weights import Weights
 
-Folder = Callable[..., Path]
 CPU = torch.device("cpu")
 EVERY = (*zoo.FAMILIES, *multimodal_zoo.FAMILIES)
 
 
-def opened(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
+def opened(folder, dtype=torch.float32):
     checkpoint = Checkpoint.open(folder)
     return Weights(build_skeleton(checkpoint, dtype), checkpoint, CPU, dtype)
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
+def loaded(folder, dtype=torch.float32):
     weights = opened(folder, dtype)
     names = tuple(weights.model.state_dict())
     weights.place(weights.fetch(names))
@@ -43,7 +36,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
 
 
 @pytest.mark.parametrize("family", [f for f in zoo.FAMILIES if f != "zaya"])
-def test_every_tensor_is_what_transformers_loads(family: str, zoo_folder: Folder) -> None:
+def test_every_tensor_is_what_transformers_loads(family, zoo_folder):
     folder = zoo_folder(family)
     model = loaded(folder).model
     whole = reference.whole_model(folder)
@@ -56,7 +49,7 @@ def test_every_tensor_is_what_transformers_loads(family: str, zoo_folder: Folder
 
 
 @pytest.mark.parametrize("family", ["hunyuan_v1_moe", "deepseek_v3", "ernie4_5_moe", "flint"])
-def test_what_a_family_keeps_in_float32(family: str, zoo_folder: Folder) -> None:
+def test_what_a_family_keeps_in_float32(family, zoo_folder):
     folder = zoo_folder(family, dtype=torch.bfloat16)
     model = loaded(folder, torch.bfloat16).model
     whole = reference.whole_model(folder, torch.bfloat16)
@@ -65,7 +58,7 @@ def test_what_a_family_keeps_in_float32(family: str, zoo_folder: Folder) -> None
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_skeleton_has_real_buffers_and_leaves_the_random_state_alone(zoo_folder: Folder) -> None:
+def test_skeleton_has_real_buffers_and_leaves_the_random_state_alone(zoo_folder):
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
     model = build_skeleton(Checkpoint.open(zoo_folder("olmoe")), torch.float32)
@@ -75,7 +68,7 @@ def test_skeleton_has_real_buffers_and_leaves_the_random_state_alone(zoo_folder:
     assert torch.nn.Linear(2, 2).weight.device.type == "cpu"  # outside nothing has changed
 
 
-def test_free_gives_the_memory_back(zoo_folder: Folder) -> None:
+def test_free_gives_the_memory_back(zoo_folder):
     weights = loaded(zoo_folder("olmoe"))
     names = weights.names_under("model.layers.1")
     size = weights.nbytes("model.layers.1")
@@ -87,7 +80,7 @@ def test_free_gives_the_memory_back(zoo_folder: Folder) -> None:
         weights.check(names, "layer 1")
 
 
-def test_tied_embeddings_share_one_tensor(zoo_folder: Folder) -> None:
+def test_tied_embeddings_share_one_tensor(zoo_folder):
     folder = zoo_folder("qwen2_moe", tie_word_embeddings=True)
     assert "lm_head.weight" not in Checkpoint.open(folder).tensors
     model = loaded(folder).model
@@ -95,8 +88,8 @@ def test_tied_embeddings_share_one_tensor(zoo_folder: Folder) -> None:
     assert head.data_ptr() == embedding.data_ptr()
 
 
-def test_unknown_tensors_are_left_alone(zoo_folder: Folder, tmp_path: Path) -> None:
-    def add_mtp(tensors: dict[str, Tensor]) -> None:
+def test_unknown_tensors_are_left_alone(zoo_folder, tmp_path):
+    def add_mtp(tensors):
         tensors["model.layers.3.eh_proj.weight"] = torch.ones(2, 2)
 
     folder = reference.changed(zoo_folder("deepseek_v3"), tmp_path / "mtp", add_mtp).path
@@ -112,10 +105,8 @@ def test_unknown_tensors_are_left_alone(zoo_folder: Folder, tmp_path: Path) -> N
         ("model.layers.1.mlp.gate.weight", (3, 32)),
     ],
 )
-def test_wrong_shapes_name_the_tensor(
-    name: str, shape: tuple[int, ...], zoo_folder: Folder, tmp_path: Path
-) -> None:
-    def resize(tensors: dict[str, Tensor]) -> None:
+def test_wrong_shapes_name_the_tensor(name, shape, zoo_folder, tmp_path):
+    def resize(tensors):
         tensors[name] = torch.zeros(shape)
 
     folder = reference.changed(zoo_folder("olmoe"), tmp_path / "shape", resize).path
@@ -123,15 +114,15 @@ def test_wrong_shapes_name_the_tensor(
         loaded(folder)
 
 
-def test_a_missing_expert_is_told(zoo_folder: Folder, tmp_path: Path) -> None:
+def test_a_missing_expert_is_told(zoo_folder, tmp_path):
     lost = "model.layers.1.mlp.experts.3.up_proj.weight"
     folder = reference.changed(zoo_folder("olmoe"), tmp_path / "lost", lambda t: t.pop(lost)).path
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.gate_up_proj"):
         loaded(folder)
 
 
-def test_two_layouts_in_one_folder(zoo_folder: Folder, tmp_path: Path) -> None:
-    def both(tensors: dict[str, Tensor]) -> None:
+def test_two_layouts_in_one_folder(zoo_folder, tmp_path):
+    def both(tensors):
         gate = tensors["model.layers.0.block_sparse_moe.gate.weight"]
         tensors["model.layers.0.mlp.gate.weight"] = gate.clone()
 
@@ -140,14 +131,14 @@ def test_two_layouts_in_one_folder(zoo_folder: Folder, tmp_path: Path) -> None:
         map_names(build_skeleton(checkpoint, torch.float32), checkpoint)
 
 
-def edited(folder: Path, out: Path, **values: Any) -> Checkpoint:
+def edited(folder, out, **values):
     reference.changed(folder, out, lambda tensors: None)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, **values}))
     return Checkpoint.open(out)
 
 
-def test_models_that_cannot_be_streamed(zoo_folder: Folder, tmp_path: Path) -> None:
+def test_models_that_cannot_be_streamed(zoo_folder, tmp_path):
     folder = zoo_folder("olmoe")
     unknown = edited(folder, tmp_path / "a", model_type="nobody_knows")
     with pytest.raises(ArchitectureError, match="does not know this model"):
@@ -159,7 +150,7 @@ def test_models_that_cannot_be_streamed(zoo_folder: Folder, tmp_path: Path) -> N
     assert type(build_skeleton(nameless, torch.float32)).__name__ == "OlmoeForCausalLM"
 
 
-def test_reading_ahead_is_used_or_thrown_away(zoo_folder: Folder) -> None:
+def test_reading_ahead_is_used_or_thrown_away(zoo_folder):
     weights = opened(zoo_folder("olmoe"))
     first, second = (weights.names_under(f"model.layers.{n}") for n in (0, 1))
     weights.prefetch("one", second)
@@ -170,14 +161,14 @@ def test_reading_ahead_is_used_or_thrown_away(zoo_folder: Folder) -> None:
     weights.close()
 
 
-def test_closing_does_not_wait_for_a_whole_part(zoo_folder: Folder) -> None:
+def test_closing_does_not_wait_for_a_whole_part(zoo_folder):
     class Slow(Checkpoint):
         """Takes its time with every tensor, so that few are read when the end comes."""
 
         begun = threading.Event()
         reads = 0
 
-        def read(self, *args: Any, **kwargs: Any) -> Tensor:
+        def read(self, *args, **kwargs):
             Slow.reads += 1
             Slow.begun.set()
             time.sleep(0.02)
@@ -191,12 +182,10 @@ def test_closing_does_not_wait_for_a_whole_part(zoo_folder: Folder) -> None:
     assert Slow.reads < len(checkpoint.tensors) // 2
 
 
-def test_a_head_that_is_not_run_is_checked_beside_the_layers(
-    zoo_folder: Folder, tmp_path: Path
-) -> None:
+def test_a_head_that_is_not_run_is_checked_beside_the_layers(zoo_folder, tmp_path):
     """It is told of with a layer that comes later, at the latest by who waits for it."""
 
-    def poison(tensors: dict[str, Tensor]) -> None:
+    def poison(tensors):
         tensors["lm_head.weight"][3, 1] = torch.nan
 
     folder = reference.changed(zoo_folder("olmoe"), tmp_path / "nan", poison).path
@@ -220,7 +209,7 @@ def test_a_head_that_is_not_run_is_checked_beside_the_layers(
 
 
 @pytest.mark.parametrize("family", [f for f in EVERY if f not in ("zaya", "doge")])
-def test_modules_and_tables_agree(family: str, zoo_folder: Folder) -> None:
+def test_modules_and_tables_agree(family, zoo_folder):
     checkpoint = Checkpoint.open(zoo_folder(family))
     table = Architecture.of(checkpoint.config, checkpoint.tensors)
     model = build_skeleton(checkpoint, torch.float32)

@@ -1,9 +1,6 @@
 """A tokenizer of numbers, which the zoo's models (128 tokens) can read."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -12,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from zoo import VOCAB
 
 
-def number_tokenizer() -> PreTrainedTokenizerFast:
+def number_tokenizer():
     """Token n is written n, with spaces between; token 1 ends a text."""
     inner = Tokenizer(models.WordLevel({str(n): n for n in range(VOCAB)}, unk_token="0"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -20,7 +17,7 @@ def number_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def numbers() -> PreTrainedTokenizerFast:
+def numbers():
     return number_tokenizer()
 
 
@@ -28,7 +25,7 @@ def numbers() -> PreTrainedTokenizerFast:
 def with_tokenizer(zoo_folder, tmp_path_factory):
     """`with_tokenizer("olmoe")`: a family's checkpoint that can be read from text."""
 
-    def folder(model_type: str, **options) -> Path:
+    def folder(model_type, **options):
         path = tmp_path_factory.mktemp(model_type)
         shutil.copytree(zoo_folder(model_type, **options), path, dirs_exist_ok=True)
         number_tokenizer().save_pretrained(str(path))

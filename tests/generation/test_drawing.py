@@ -1,7 +1,5 @@
 """Draws: the numbers by a plain twin, the distribution by counting, the filters by hand."""
 
-from __future__ import annotations
-
 import torch
 
 from moemerge.generation import drawing
@@ -15,7 +13,7 @@ def draw(logits, uniforms, **how):
     return drawing.draw(logits, uniforms, GenerationSettings.model_validate(how))
 
 
-def twin(stream: int, step: int) -> float:
+def twin(stream, step):
     """SplitMix64 in Python's own integers."""
     z = (stream + (step + 1) * 0x9E3779B97F4A7C15) % WORD
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % WORD
@@ -58,7 +56,7 @@ def test_top_k_and_top_p_leave_the_likeliest():
     uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     rows = logits.expand(1000, 4)
 
-    def counts(**how: float) -> list[int]:
+    def counts(**how):
         return torch.bincount(draw(rows, uniforms, temperature=1.0, **how), minlength=4).tolist()
 
     assert counts(top_k=2) == [571, 429, 0, 0]  # 4/7 and 3/7

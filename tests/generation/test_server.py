@@ -1,13 +1,10 @@
 """The server engine: against a real `transformers serve`, and against servers that misbehave."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -27,7 +24,7 @@ from moemerge.testbed.tasks import problems
 from moemerge.text.tokens import load_tokenizer
 
 
-def settings(*urls: str, **values) -> GenerationSettings:
+def settings(*urls, **values):
     values = {"engine": "server", "url": urls, "max_new_tokens": 24, **values}
     return parse_settings(GenerationSettings, values, "settings")
 
@@ -42,7 +39,7 @@ def tokenizer(folder):
     return load_tokenizer(folder)
 
 
-def wanted(tokenizer, prompts) -> list[CompletionRequest]:
+def wanted(tokenizer, prompts):
     return [
         CompletionRequest(p, 0, tuple(tokenizer(text)["input_ids"]))
         for p, text in enumerate(prompts)
@@ -50,7 +47,7 @@ def wanted(tokenizer, prompts) -> list[CompletionRequest]:
 
 
 @pytest.fixture(scope="module")
-def real_server(folder) -> Iterator[str]:
+def real_server(folder):
     for package in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(package)
     with socket.socket() as free:
@@ -90,24 +87,24 @@ def test_a_real_server_writes_what_the_testbed_writes(real_server, folder, token
 class Toy:
     """A server that echoes the number of prompt tokens, after whatever `before` does."""
 
-    def __init__(self, before: Callable[[dict], tuple[int, dict] | None]) -> None:
+    def __init__(self, before):
         toy = self
         self.bodies: list[dict] = []
 
         class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: object) -> None: ...
+            def log_message(self, *_): ...
 
-            def answer(self, status: int, content: dict) -> None:
+            def answer(self, status, content):
                 data = json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
 
-            def do_GET(self) -> None:
+            def do_GET(self):
                 self.answer(200, {"data": [{"id": "toy"}]})
 
-            def do_POST(self) -> None:
+            def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 toy.bodies.append(body)
                 special = before(body)
@@ -123,17 +120,17 @@ class Toy:
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def close(self) -> None:
+    def close(self):
         self._server.shutdown()
         self._server.server_close()
 
 
 @pytest.fixture
-def toys(monkeypatch) -> Iterator[Callable[..., Toy]]:
+def toys(monkeypatch):
     monkeypatch.setattr(server, "FIRST_WAIT", 0.01)
-    made: list[Toy] = []
+    made = []
 
-    def make(before=lambda body: None) -> Toy:
+    def make(before=lambda body: None):
         made.append(Toy(before))
         return made[-1]
 
@@ -142,7 +139,7 @@ def toys(monkeypatch) -> Iterator[Callable[..., Toy]]:
         toy.close()
 
 
-def asked(count: int) -> list[CompletionRequest]:
+def asked(count):
     return [CompletionRequest(n, 0, tuple(range(n + 1))) for n in range(count)]
 
 

@@ -1,7 +1,5 @@
 """The embedded engine against the simplest twin: the whole text through the model, each step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,18 +18,18 @@ from moemerge.generation.transformers_engine import TransformersEngine, end_toke
 PROMPTS = [(5, 9, 30), (7,), (100, 3, 4, 80, 6, 11, 12), (5, 9, 31), (60, 61)]
 
 
-def settings(**values) -> GenerationSettings:
+def settings(**values):
     values = {"max_new_tokens": 12, "device": "cpu", "dtype": "float32", **values}
     return parse_settings(GenerationSettings, values, "settings")
 
 
-def wanted(samples: int = 1) -> list[CompletionRequest]:
+def wanted(samples=1):
     return [
         CompletionRequest(p, s, tokens) for p, tokens in enumerate(PROMPTS) for s in range(samples)
     ]
 
 
-def generated(folder, tokenizer, given, asked, notes=None) -> dict[tuple[int, int], list[int]]:
+def generated(folder, tokenizer, given, asked, notes=None):
     engine = TransformersEngine(folder, tokenizer, given, notes or zoo.Notes())
     answers = {(c.prompt, c.sample): c for c in engine.generate(asked, len(asked))}
     assert len(answers) == len(asked)
@@ -40,9 +38,9 @@ def generated(folder, tokenizer, given, asked, notes=None) -> dict[tuple[int, in
 
 
 @torch.inference_mode()
-def twin(model, ends, given, w: CompletionRequest) -> list[int]:
+def twin(model, ends, given, w):
     """Token by token, without any cache or batch."""
-    written: list[int] = []
+    written = []
     while len(written) < given.max_new_tokens:
         logits = model(torch.tensor([[*w.tokens, *written]]), use_cache=False).logits[:, -1]
         number = uniform(torch.tensor([signed(w.stream(given.seed))]), torch.tensor([len(written)]))
@@ -137,7 +135,7 @@ def test_what_does_not_fit_is_refused_with_an_estimate(with_tokenizer, numbers, 
         list(engine.generate(wanted(), 5))
 
 
-def test_a_model_whose_logits_are_nan_is_refused(with_tokenizer, numbers) -> None:
+def test_a_model_whose_logits_are_nan_is_refused(with_tokenizer, numbers):
     folder = with_tokenizer("olmoe")
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)

@@ -4,19 +4,16 @@ On a GPU as they are; elsewhere under Triton's interpreter, where it is installe
 TRITON_INTERPRET=1 (it cannot multiply bf16: the same numbers are held in float32).
 """
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels import twins
 from kernels.twins import error, wide
 from moemerge.kernels import fused
-from moemerge.kernels.splitting import ACCURATE, COARSE, FAST, Terms, representable
+from moemerge.kernels.splitting import ACCURATE, COARSE, FAST, representable
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -46,18 +43,18 @@ each_kind = pytest.mark.parametrize("kind", twins.KINDS)
 each_terms = pytest.mark.parametrize("terms", [2, 3])
 
 
-def features(tokens: int, width: int) -> Tensor:
+def features(tokens, width):
     x = torch.randn(tokens, width, device=DEVICE).bfloat16()
     return x if DEVICE == "cuda" else x.float()
 
 
-def product(x: Tensor, h: twins.Weights, v: Tensor, terms: Terms) -> Tensor:
+def product(x, h, v, terms):
     out = torch.zeros_like(v)
     fused.add_product(out, x, *h, v, terms=terms)
     return out
 
 
-def bound(terms: int, width: int) -> float:
+def bound(terms, width):
     return TOLERANCE[terms] * (SLACK if width == WIDEST else 1.0)
 
 
@@ -66,9 +63,7 @@ def bound(terms: int, width: int) -> float:
 @pytest.mark.parametrize("terms", [COARSE, FAST, ACCURATE], ids=str)
 @each_kind
 @each_shape
-def test_product_equals_its_dense_twin(
-    shape: tuple[int, int, int, bool], kind: str, terms: Terms
-) -> None:
+def test_product_equals_its_dense_twin(shape, kind, terms):
     tokens, width, experts, bias = shape
     torch.manual_seed(tokens)
     x, h = features(tokens, width), twins.weights(kind, tokens, experts, DEVICE)
@@ -83,7 +78,7 @@ def test_product_equals_its_dense_twin(
 @pytest.mark.gpu
 @each_terms
 @each_shape
-def test_logits_and_outer_products(shape: tuple[int, int, int, bool], terms: int) -> None:
+def test_logits_and_outer_products(shape, terms):
     tokens, width, experts, bias = shape
     torch.manual_seed(tokens)
     x = features(tokens, width)
@@ -103,9 +98,7 @@ def test_logits_and_outer_products(shape: tuple[int, int, int, bool], terms: int
 @pytest.mark.parametrize("directions", [3, 32])
 @each_kind
 @each_shape
-def test_a_product_in_halves_with_a_shift_between_them(
-    shape: tuple[int, int, int, bool], kind: str, directions: int
-) -> None:
+def test_a_product_in_halves_with_a_shift_between_them(shape, kind, directions):
     """(y + c Qᵀ) as one router, with the logits of c Qᵀ made from the projected tokens."""
     tokens, width, experts, bias = shape
     torch.manual_seed(tokens)
@@ -127,7 +120,7 @@ def test_a_product_in_halves_with_a_shift_between_them(
 
 @runs_kernels
 @pytest.mark.gpu
-def test_a_view_of_a_wider_matrix_is_read_in_place() -> None:
+def test_a_view_of_a_wider_matrix_is_read_in_place():
     torch.manual_seed(0)
     whole = features(90, 192)
     x = whole[10:80, :128]
@@ -139,7 +132,7 @@ def test_a_view_of_a_wider_matrix_is_read_in_place() -> None:
 @runs_kernels
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_are_added_to_what_is_there(bias: bool) -> None:
+def test_products_are_added_to_what_is_there(bias):
     torch.manual_seed(0)
     x, factor = features(70, 64), 1 / 3  # which float32 does not hold
     v = torch.randn(12, 64 + bias, device=DEVICE, dtype=torch.float64)
@@ -150,7 +143,7 @@ def test_products_are_added_to_what_is_there(bias: bool) -> None:
     torch.testing.assert_close(out, start + factor * alone, rtol=1e-15, atol=1e-12)
 
 
-def test_sums_go_to_contiguous_float64_alone() -> None:
+def test_sums_go_to_contiguous_float64_alone():
     x, v = torch.zeros(8, 16), torch.zeros(16, 16, dtype=torch.float64)
     for out in (torch.zeros(16, 16), torch.zeros(16, 32, dtype=torch.float64)[:, ::2]):
         with pytest.raises(ValueError, match="not contiguous float64"):
@@ -159,7 +152,7 @@ def test_sums_go_to_contiguous_float64_alone() -> None:
 
 @runs_kernels
 @pytest.mark.gpu
-def test_many_tokens_add_up_in_float64() -> None:
+def test_many_tokens_add_up_in_float64():
     """All terms positive: a float32 sum over all tokens would lose their last digits."""
     if not ON_GPU:
         pytest.skip("too many tokens for the interpreter")
@@ -170,7 +163,7 @@ def test_many_tokens_add_up_in_float64() -> None:
     assert error(product(x, (None, None), v, ACCURATE), want) <= TOLERANCE[3]
 
 
-def test_only_what_the_kernels_can_read_is_theirs() -> None:
+def test_only_what_the_kernels_can_read_is_theirs():
     x = torch.zeros(8, 64, dtype=torch.bfloat16)
     assert not fused.usable(x)  # on a CPU
     if ON_GPU and find_spec("triton") is not None:

@@ -1,28 +1,23 @@
 """Long sums of bf16 terms: against float64, on a CPU, which sums them up as a GPU does."""
 
-from __future__ import annotations
-
 import logging
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from moemerge.kernels import availability, long_sums
 from moemerge.kernels.long_sums import COLUMNS, SHORT, add_gram, add_product
 from moemerge.kernels.splitting import representable, split
 
 
-def draw(tokens: int, width: int, seed: int) -> Tensor:
+def draw(tokens, width, seed):
     """With a mean that is large beside the spread."""
     rng = torch.Generator().manual_seed(seed)
     return 30.0 + torch.randn(tokens, width, generator=rng)
 
 
-def product(left: Tensor, right: Tensor, terms: int, weights: Tensor | None = None) -> Tensor:
+def product(left, right, terms, weights=None):
     shape = left.shape[1], right.shape[1]
     total = torch.zeros(shape, dtype=torch.float64, device=left.device)
     add_product(total, left, right, terms, weights)
@@ -30,7 +25,7 @@ def product(left: Tensor, right: Tensor, terms: int, weights: Tensor | None = No
 
 
 @pytest.mark.parametrize("tokens", [1, SHORT - 1, SHORT, 3 * SHORT + 5])
-def test_every_token_counts_once(tokens: int) -> None:
+def test_every_token_counts_once(tokens):
     left, right = draw(tokens, 5, 0), draw(tokens, 3, 1).bfloat16()
     for one in (left, left.bfloat16()):
         want = one.double().T @ right.double()
@@ -39,7 +34,7 @@ def test_every_token_counts_once(tokens: int) -> None:
 
 @pytest.mark.parametrize("width", [3, COLUMNS, COLUMNS + 5, 2 * COLUMNS])
 @pytest.mark.parametrize("weighted", ["not", "as one", "each"])
-def test_a_gram_is_whole_and_symmetric(width: int, weighted: str) -> None:
+def test_a_gram_is_whole_and_symmetric(width, weighted):
     x = draw(SHORT + 3, width, 0).bfloat16()
     rng = torch.Generator().manual_seed(1)
     rows = {"not": 0, "as one": 1, "each": x.shape[0]}[weighted]
@@ -53,14 +48,14 @@ def test_a_gram_is_whole_and_symmetric(width: int, weighted: str) -> None:
     assert torch.equal(total, total.T)
 
 
-def test_few_sums_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_sums_are_held_at_a_time(monkeypatch):
     left, right = draw(5 * SHORT + 7, 4, 0), draw(5 * SHORT + 7, 6, 1).bfloat16()
     whole = product(left, right, terms=2)
     monkeypatch.setattr(long_sums, "HELD", 2 * 4 * 6)
     torch.testing.assert_close(product(left, right, terms=2), whole, rtol=1e-7, atol=0)
 
 
-def test_terms_are_eight_bits_each() -> None:
+def test_terms_are_eight_bits_each():
     left, right = torch.full((4, 1), 1.0 + 2.0**-12 + 2.0**-20), torch.ones(4, 1).bfloat16()
     sums = [float(product(left, right, terms)) for terms in (1, 2, 3)]
     assert sums == [4.0, 4.0 * (1 + 2.0**-12), 4.0 * (1 + 2.0**-12 + 2.0**-20)]
@@ -69,7 +64,7 @@ def test_terms_are_eight_bits_each() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 100, 5000])
-def test_a_gpu_makes_the_same_terms(width: int, dtype: torch.dtype) -> None:
+def test_a_gpu_makes_the_same_terms(width, dtype):
     from moemerge.kernels.triton_sums import weighted_terms
 
     rows, weights = draw(300, width, 0).to(dtype), draw(300, 1, 1) / 30
@@ -87,7 +82,7 @@ def test_a_gpu_makes_the_same_terms(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 7), (64, 300, 1000), (2, 0, 4), (0, 4, 4)])
-def test_a_gpu_adds_up_in_float64(shape: tuple[int, int, int]) -> None:
+def test_a_gpu_adds_up_in_float64(shape):
     from moemerge.kernels.triton_sums import add_up
 
     parts = 1e4 + torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -103,7 +98,7 @@ def test_a_gpu_adds_up_in_float64(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize(("terms", "bits"), [(1, 8), (2, 16), (3, 24)])
-def test_each_term_adds_eight_bits(terms: int, bits: int) -> None:
+def test_each_term_adds_eight_bits(terms, bits):
     torch.manual_seed(0)
     values = torch.randn(500, dtype=torch.float64) * torch.logspace(-20, 20, 500)
     parts = split(values, terms)
@@ -114,7 +109,7 @@ def test_each_term_adds_eight_bits(terms: int, bits: int) -> None:
     assert torch.equal(representable(values, terms), parts.double().sum(0))
 
 
-def test_three_terms_hold_a_float32_whole() -> None:
+def test_three_terms_hold_a_float32_whole():
     torch.manual_seed(0)
     values = torch.randn(1000)
     assert torch.equal(split(values, 3).double().sum(0).float(), values)
@@ -124,15 +119,13 @@ CUDA = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def _untried() -> Iterator[None]:
+def _untried():
     availability._tried.cache_clear()
     yield
     availability._tried.cache_clear()
 
 
-def test_a_triton_that_cannot_compile_is_left_out_and_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_triton_that_cannot_compile_is_left_out_and_told(tmp_path, monkeypatch, caplog):
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(
         "raise RuntimeError('Failed to find C compiler. Please specify via CC')"
@@ -150,5 +143,5 @@ def test_a_triton_that_cannot_compile_is_left_out_and_told(
 
 
 @pytest.mark.gpu
-def test_it_works_on_a_gpu() -> None:
+def test_it_works_on_a_gpu():
     assert availability.triton_works(CUDA)

@@ -1,10 +1,7 @@
 """Linear operators and conjugate gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from moemerge.errors import NumericalError
 from moemerge.linalg import Diagonal, Identity, LinearOperator, Resting, Status, cg
@@ -17,38 +14,38 @@ SIZE = 40
 class Dense(LinearOperator):
     """A matrix, applied in a chosen precision; counts its uses."""
 
-    def __init__(self, matrix: Tensor, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, matrix, dtype=torch.float64):
         super().__init__(SHAPE, matrix.device)
         self.matrix = matrix.to(dtype)
         self.uses = 0
 
-    def mv(self, vector: Tensor) -> Tensor:
+    def mv(self, vector):
         self.uses += 1
         out = self.matrix @ vector.reshape(-1).to(self.matrix.dtype)
         return out.reshape(SHAPE).double()
 
-    def diagonal(self) -> Tensor:
+    def diagonal(self):
         return self.matrix.diagonal().reshape(SHAPE).double()
 
 
-def spd(condition: float, seed: int = 0) -> Tensor:
+def spd(condition, seed=0):
     generator = torch.Generator().manual_seed(seed)
     q, _ = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64))
     spectrum = torch.logspace(0, -torch.log10(torch.tensor(condition)), SIZE, dtype=torch.float64)
     return (q * spectrum) @ q.T
 
 
-def vector(seed: int = 1) -> Tensor:
+def vector(seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(SHAPE, generator=generator, dtype=torch.float64)
 
 
-def true_residual(matrix: Tensor, w: Tensor, b: Tensor) -> float:
+def true_residual(matrix, w, b):
     return float((b.reshape(-1) - matrix @ w.reshape(-1)).norm() / b.norm())
 
 
 @pytest.mark.parametrize("check_every", [1, 4, 7])
-def test_solves_as_the_dense_solver_does(check_every: int) -> None:
+def test_solves_as_the_dense_solver_does(check_every):
     matrix, b = spd(1e3), vector()
     result = cg(Dense(matrix), b, ending=Ending(rtol=1e-10, check_every=check_every))
     expected = torch.linalg.solve(matrix, b.reshape(-1)).reshape(SHAPE)
@@ -58,27 +55,27 @@ def test_solves_as_the_dense_solver_does(check_every: int) -> None:
     assert len(result.residuals) == result.steps + 1
 
 
-def test_steps_do_not_run_past_convergence_by_more_than_a_look() -> None:
+def test_steps_do_not_run_past_convergence_by_more_than_a_look():
     matrix, b = spd(1e3), vector()
     eager = cg(Dense(matrix), b, ending=Ending(rtol=1e-8))
     lazy = cg(Dense(matrix), b, ending=Ending(rtol=1e-8, check_every=6))
     assert eager.steps <= lazy.steps < eager.steps + 6
 
 
-def test_exact_convergence_between_two_looks_stays_finite() -> None:
+def test_exact_convergence_between_two_looks_stays_finite():
     matrix = torch.eye(SIZE, dtype=torch.float64) * 2.0
     result = cg(Dense(matrix), vector(), ending=Ending(check_every=10))
     assert result.status is Status.CONVERGED
     torch.testing.assert_close(result.solution, vector() / 2.0)
 
 
-def test_zero_right_hand_side() -> None:
+def test_zero_right_hand_side():
     result = cg(Dense(spd(10.0)), torch.zeros(SHAPE), start=vector())
     assert (result.status, result.steps, result.true_residual) == (Status.CONVERGED, 0, 0.0)
     assert not result.solution.any()
 
 
-def test_start_at_the_solution_takes_no_step() -> None:
+def test_start_at_the_solution_takes_no_step():
     matrix, b = spd(10.0), vector()
     start = torch.linalg.solve(matrix, b.reshape(-1)).reshape(SHAPE)
     operator = Dense(matrix)
@@ -87,14 +84,14 @@ def test_start_at_the_solution_takes_no_step() -> None:
     assert torch.equal(result.solution, start)
 
 
-def test_the_start_is_not_written_to() -> None:
+def test_the_start_is_not_written_to():
     start = vector(5)
     kept = start.clone()
     cg(Dense(spd(10.0)), vector(), start=start)
     assert torch.equal(start, kept)
 
 
-def test_a_coarse_operator_is_refined_to_the_true_residual() -> None:
+def test_a_coarse_operator_is_refined_to_the_true_residual():
     matrix, b = spd(50.0), vector()
     coarse = Dense(matrix, torch.bfloat16)  # relative error near 1e-2: useless on its own
     alone = cg(coarse, b, accurate=None, ending=Ending(rtol=1e-9))
@@ -105,21 +102,21 @@ def test_a_coarse_operator_is_refined_to_the_true_residual() -> None:
     assert true_residual(matrix, refined.solution, b) <= 1e-9
 
 
-def test_float32_inside_reaches_beyond_float32() -> None:
+def test_float32_inside_reaches_beyond_float32():
     matrix, b = spd(1e4), vector()
     result = cg(Dense(matrix, torch.float32), b, accurate=Dense(matrix), ending=Ending(rtol=1e-11))
     assert result.status is Status.CONVERGED
     assert true_residual(matrix, result.solution, b) <= 1e-11
 
 
-def test_max_steps_is_said() -> None:
+def test_max_steps_is_said():
     result = cg(Dense(spd(1e6)), vector(), ending=Ending(rtol=1e-12, max_steps=5))
     assert (result.status, result.steps) == (Status.MAX_STEPS, 5)
     assert "5 steps" in result.message
     assert result.true_residual <= 1.0
 
 
-def test_negative_curvature_is_said_and_the_last_good_iterate_kept() -> None:
+def test_negative_curvature_is_said_and_the_last_good_iterate_kept():
     matrix = spd(10.0)
     matrix -= 0.5 * torch.eye(SIZE)
     result = cg(Dense(matrix), vector(), ending=Ending(check_every=3))
@@ -127,15 +124,15 @@ def test_negative_curvature_is_said_and_the_last_good_iterate_kept() -> None:
     assert torch.isfinite(result.solution).all()
 
 
-def test_indefinite_preconditioner_is_said() -> None:
+def test_indefinite_preconditioner_is_said():
     result = cg(Dense(spd(10.0)), vector(), preconditioner=Diagonal(-torch.ones(SHAPE)))
     assert result.status is Status.NON_POSITIVE_CURVATURE
 
 
 @pytest.mark.parametrize("check_every", [1, 3])
-def test_non_finite_operator_is_said(check_every: int) -> None:
+def test_non_finite_operator_is_said(check_every):
     class Breaks(Dense):
-        def mv(self, vector: Tensor) -> Tensor:
+        def mv(self, vector):
             out = super().mv(vector)
             return out * float("nan") if self.uses > 4 else out
 
@@ -149,19 +146,19 @@ def test_non_finite_operator_is_said(check_every: int) -> None:
     assert torch.isfinite(result.solution).all()
 
 
-def test_non_finite_right_hand_side_is_said() -> None:
+def test_non_finite_right_hand_side_is_said():
     b = vector()
     b[0, 0] = float("nan")
     assert cg(Dense(spd(10.0)), b).status is Status.NON_FINITE
 
 
-def test_an_inconsistent_singular_system_is_not_called_converged() -> None:
+def test_an_inconsistent_singular_system_is_not_called_converged():
     matrix = torch.diag(torch.cat([torch.ones(SIZE - 1), torch.zeros(1)])).double()
     result = cg(Dense(matrix), torch.ones(SHAPE))
     assert not result.converged
 
 
-def test_jacobi_helps_a_badly_scaled_system() -> None:
+def test_jacobi_helps_a_badly_scaled_system():
     scale = torch.logspace(-2, 2, SIZE, dtype=torch.float64)
     matrix = scale[:, None] * spd(10.0) * scale
     b = vector()
@@ -176,7 +173,7 @@ def test_jacobi_helps_a_badly_scaled_system() -> None:
     assert jacobi.steps < plain.steps / 2
 
 
-def test_a_wrong_shape_is_refused() -> None:
+def test_a_wrong_shape_is_refused():
     with pytest.raises(NumericalError, match=r"\(3, 3\)"):
         cg(Dense(spd(10.0)), torch.ones(3, 3))
 
@@ -184,18 +181,18 @@ def test_a_wrong_shape_is_refused() -> None:
 class Rounding(Dense):
     """Sees its input in bf16, and says so or not."""
 
-    def __init__(self, matrix: Tensor, *, says_so: bool) -> None:
+    def __init__(self, matrix, *, says_so):
         super().__init__(matrix)
         self.says_so = says_so
 
-    def mv(self, vector: Tensor) -> Tensor:
+    def mv(self, vector):
         return super().mv(vector.bfloat16().double())
 
-    def representable(self, vector: Tensor) -> Tensor:
+    def representable(self, vector):
         return vector.bfloat16().double() if self.says_so else vector
 
 
-def test_directions_that_the_operator_sees_whole_need_no_refinement() -> None:
+def test_directions_that_the_operator_sees_whole_need_no_refinement():
     matrix, b = spd(30.0), vector()
     blind, seeing = (
         cg(Rounding(matrix, says_so=says_so), b, accurate=Dense(matrix), ending=Ending(rtol=1e-8))
@@ -209,7 +206,7 @@ def test_directions_that_the_operator_sees_whole_need_no_refinement() -> None:
     assert seeing.steps < blind.steps
 
 
-def test_an_easy_problem_is_left_to_the_coarse_operator() -> None:
+def test_an_easy_problem_is_left_to_the_coarse_operator():
     matrix, b = spd(5.0), vector()
     coarse, fine = Rounding(matrix, says_so=True), Dense(matrix)
     result = cg(fine, b, coarse=coarse, accurate=Dense(matrix))
@@ -218,7 +215,7 @@ def test_an_easy_problem_is_left_to_the_coarse_operator() -> None:
     assert result.steps <= COARSE_STEPS
 
 
-def test_a_hard_problem_is_not_left_to_the_coarse_operator() -> None:
+def test_a_hard_problem_is_not_left_to_the_coarse_operator():
     matrix, b = spd(1e4), vector()
     truth = Dense(matrix)
     alone = cg(Rounding(matrix, says_so=True), b, accurate=truth, ending=Ending(max_steps=300))
@@ -229,7 +226,7 @@ def test_a_hard_problem_is_not_left_to_the_coarse_operator() -> None:
     assert (coarse.uses, fine.uses) == (COARSE_STEPS, result.steps - COARSE_STEPS)
 
 
-def test_a_coarse_operator_that_fails_is_given_up() -> None:
+def test_a_coarse_operator_that_fails_is_given_up():
     matrix, b = spd(1e2), vector()
     broken = Dense(matrix * float("nan"))
     result = cg(Dense(matrix), b, coarse=broken, ending=Ending(rtol=1e-8))
@@ -237,10 +234,10 @@ def test_a_coarse_operator_that_fails_is_given_up() -> None:
     assert true_residual(matrix, result.solution, b) <= 1e-8
 
 
-def test_an_unfinished_solve_is_kept_by_its_energy() -> None:
+def test_an_unfinished_solve_is_kept_by_its_energy():
     matrix, b = spd(1e6), vector()
 
-    def energy(w: Tensor) -> float:
+    def energy(w):
         flat = w.reshape(-1)
         return float(0.5 * flat @ matrix @ flat - b.reshape(-1) @ flat)
 
@@ -255,18 +252,18 @@ def test_an_unfinished_solve_is_kept_by_its_energy() -> None:
 CPU = torch.device("cpu")
 
 
-def test_identity_is_the_identity_matrix() -> None:
+def test_identity_is_the_identity_matrix():
     operator = Identity((2, 3), CPU)
     assert torch.equal(operator.as_matrix(), torch.eye(6, dtype=torch.float64))
     assert torch.equal(operator.diagonal(), torch.ones(2, 3, dtype=torch.float64))
 
 
-def test_diagonal_matrix_is_row_major() -> None:
+def test_diagonal_matrix_is_row_major():
     values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     assert torch.equal(Diagonal(values).as_matrix(), torch.diag(torch.arange(1.0, 7.0)).double())
 
 
-def test_diagonal_inverse_leaves_empty_entries_alone() -> None:
+def test_diagonal_inverse_leaves_empty_entries_alone():
     inverse = Diagonal(torch.tensor([[4.0, 0.0], [0.5, 1e-30]])).inverse()
     expected = torch.tensor([[0.25, 1.0], [2.0, 1e30]], dtype=torch.float64)
     torch.testing.assert_close(inverse.diagonal(), expected, rtol=1e-6, atol=0.0)

@@ -1,9 +1,5 @@
 """A journal gives back what was put into it, as far as it is whole."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,7 +7,7 @@ from moemerge.errors import CheckpointError, UsageError
 from moemerge.lockstep.journal import Entry, Journal
 
 
-def entry(number: int, bias: bool = False) -> Entry:
+def entry(number, bias=False):
     weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(number)).bfloat16()
     tensors = {f"r{number}.weight": weight}
     if bias:
@@ -19,7 +15,7 @@ def entry(number: int, bias: bool = False) -> Entry:
     return Entry(f"r{number}", tensors, {"layer": number})
 
 
-def test_entries_come_back_as_they_were(tmp_path: Path) -> None:
+def test_entries_come_back_as_they_were(tmp_path):
     journal = Journal.open(tmp_path / "out", {"merged": "m"})
     assert not journal.folder.exists()
     for number in range(3):
@@ -41,7 +37,7 @@ def test_entries_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed", "json"])
-def test_a_damaged_entry_ends_what_is_finished(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_entry_ends_what_is_finished(damage, tmp_path):
     journal = Journal.open(tmp_path / "out", {})
     for number in range(3):
         journal.add(entry(number))
@@ -61,7 +57,7 @@ def test_a_damaged_entry_ends_what_is_finished(damage: str, tmp_path: Path) -> N
     assert len(Journal.open(tmp_path / "out", {}).entries) == 3
 
 
-def test_a_journal_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_a_journal_in_use_is_left_alone(tmp_path):
     first = Journal.open(tmp_path / "out", {})
     first.add(entry(0))
     for replace in (False, True):
@@ -72,7 +68,7 @@ def test_a_journal_in_use_is_left_alone(tmp_path: Path) -> None:
     assert len(Journal.open(tmp_path / "out", {}).entries) == 2
 
 
-def test_tensors_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+def test_tensors_are_read_when_they_are_asked_for(tmp_path):
     """A layer of a large model does not stay in memory once it is durable."""
     journal = Journal.open(tmp_path / "out", {})
     journal.add(entry(0))
@@ -83,7 +79,7 @@ def test_tensors_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
     journal.remove()
 
 
-def test_a_run_killed_before_its_key_was_written_is_started_anew(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_key_was_written_is_started_anew(tmp_path):
     (tmp_path / ".out.journal").mkdir()
     journal = Journal.open(tmp_path / "out", {})
     assert journal.entries == []
@@ -92,7 +88,7 @@ def test_a_run_killed_before_its_key_was_written_is_started_anew(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def test_links_inside_a_journal_are_not_followed(tmp_path: Path) -> None:
+def test_links_inside_a_journal_are_not_followed(tmp_path):
     journal = Journal.open(tmp_path / "out", {})
     journal.add(entry(0))
     secret = tmp_path / "secret"
@@ -106,7 +102,7 @@ def test_links_inside_a_journal_are_not_followed(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_the_work_of_another_run_is_refused_until_it_is_replaced(tmp_path: Path) -> None:
+def test_the_work_of_another_run_is_refused_until_it_is_replaced(tmp_path):
     journal = Journal.open(tmp_path / "out", {"alpha": 0.9})
     journal.add(entry(0))
     journal.close()
@@ -118,7 +114,7 @@ def test_the_work_of_another_run_is_refused_until_it_is_replaced(tmp_path: Path)
     assert Journal.open(tmp_path / "out", {"alpha": 0.5}, replace=True).entries == []
 
 
-def test_a_damaged_key_is_refused_until_it_is_replaced(tmp_path: Path) -> None:
+def test_a_damaged_key_is_refused_until_it_is_replaced(tmp_path):
     journal = Journal.open(tmp_path / "out", {})
     journal.add(entry(0))
     journal.close()

@@ -1,9 +1,5 @@
 """Finished entries on their way into OUT, with the journal written in the background."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,22 +14,22 @@ KEY = {"merged": "m"}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return zoo.build("olmoe", tmp_path_factory.mktemp("model") / "olmoe")
 
 
-def entries(model: Path) -> list[Entry]:
+def entries(model):
     """New routers, as a job would find them."""
     tensors = zoo.tensors(model)
     names = [f"model.layers.{number}.mlp.gate.weight" for number in range(3)]
     return [Entry(name, {name: tensors[name] + 1}, {"layer": name}) for name in names]
 
 
-def opened(model: Path, out: Path) -> PatchedOutput:
+def opened(model, out):
     return PatchedOutput(Checkpoint.open(model), out, in_background=True)
 
 
-def add_and_raise(output: Output, some: list[Entry], error: BaseException) -> None:
+def add_and_raise(output, some, error):
     with output:
         output.begin(KEY, [entry.name for entry in some])
         for entry in some:
@@ -41,7 +37,7 @@ def add_and_raise(output: Output, some: list[Entry], error: BaseException) -> No
         raise error
 
 
-def test_what_is_added_later_is_written_all_the_same(model: Path, tmp_path: Path) -> None:
+def test_what_is_added_later_is_written_all_the_same(model, tmp_path):
     out, some = tmp_path / "out", entries(model)
     with pytest.raises(KeyboardInterrupt):
         add_and_raise(opened(model, out), some[:2], KeyboardInterrupt())
@@ -62,7 +58,7 @@ def test_what_is_added_later_is_written_all_the_same(model: Path, tmp_path: Path
     assert not cases.leftovers(out)
 
 
-def test_an_entry_of_something_else_is_not_replayed(model: Path, tmp_path: Path) -> None:
+def test_an_entry_of_something_else_is_not_replayed(model, tmp_path):
     out, some = tmp_path / "out", entries(model)
     with pytest.raises(KeyboardInterrupt):
         add_and_raise(opened(model, out), some[:1], KeyboardInterrupt())
@@ -72,7 +68,7 @@ def test_an_entry_of_something_else_is_not_replayed(model: Path, tmp_path: Path)
             output.finished("other")
 
 
-def test_a_journal_that_cannot_be_written_is_an_error(model: Path, tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_written_is_an_error(model, tmp_path):
     out = tmp_path / "out"
     with opened(model, out) as output:
         output.begin(KEY, [])
@@ -83,20 +79,20 @@ def test_a_journal_that_cannot_be_written_is_an_error(model: Path, tmp_path: Pat
     assert not out.exists()
 
 
-def test_a_hopeless_error_leaves_nothing(model: Path, tmp_path: Path) -> None:
+def test_a_hopeless_error_leaves_nothing(model, tmp_path):
     out = tmp_path / "deep" / "out"
     with pytest.raises(UsageError):
         add_and_raise(opened(model, out), entries(model)[:1], UsageError("no"))
     assert not list(tmp_path.iterdir())
 
 
-def test_what_only_the_settings_refuse_is_kept(model: Path, tmp_path: Path) -> None:
+def test_what_only_the_settings_refuse_is_kept(model, tmp_path):
     with pytest.raises(NumericalError):
         add_and_raise(opened(model, tmp_path / "out"), entries(model)[:1], RefusedResultError("no"))
     assert cases.leftovers(tmp_path / "out") == [".out.journal"]
 
 
-def test_without_writing_rows_stay_in_memory_and_tensors_do_not(model: Path) -> None:
+def test_without_writing_rows_stay_in_memory_and_tensors_do_not(model):
     some = entries(model)
     with Output() as output:
         output.begin(KEY, [])

@@ -1,36 +1,25 @@
 """Models beside each other stop at the same routers, or say that they cannot."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 import zoo
 from features import reference
-from moemerge.architectures.opened import OpenModel, open_model
+from moemerge.architectures.opened import open_model
 from moemerge.errors import ArchitectureError
 from moemerge.features import settings as memory
 from moemerge.features.router_stream import RouterStream
 from moemerge.features.settings import StreamSettings
 from moemerge.lockstep.streams import Lockstep, Need, Side, open_lockstep
 from moemerge.runtime.progress import Silent
-from moemerge.text.batches import Batch
-
-Folder = Callable[..., Path]
 
 
-def opened(
-    name: str, folder: Path, batches: tuple[Batch, ...], **options: Any
-) -> tuple[OpenModel, RouterStream]:
+def opened(name, folder, batches, **options):
     model = open_model(name, folder)
     return model, RouterStream(model.checkpoint, batches, **options)
 
 
-def test_each_stop_is_of_one_router(zoo_folder: Folder, tmp_path: Path) -> None:
+def test_each_stop_is_of_one_router(zoo_folder, tmp_path):
     folder = zoo_folder("olmoe")
     other = zoo.perturb(folder, tmp_path / "other", seed=3, scale=0.3)
     batches = reference.batches()
@@ -56,7 +45,7 @@ def test_each_stop_is_of_one_router(zoo_folder: Folder, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mine", [(0, 1), (0, 1, 2)])
-def test_models_that_stop_elsewhere_are_refused(mine: tuple[int, ...], zoo_folder: Folder) -> None:
+def test_models_that_stop_elsewhere_are_refused(mine, zoo_folder):
     folder, batches = zoo_folder("olmoe"), reference.batches()
     theirs = (0, 1, 2) if mine == (0, 1) else (0, 2)
     lead = opened("merged", folder, batches, layers=mine)
@@ -66,10 +55,8 @@ def test_models_that_stop_elsewhere_are_refused(mine: tuple[int, ...], zoo_folde
             pass
 
 
-def test_a_second_layer_is_read_ahead_only_if_it_fits(
-    zoo_folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def estimate() -> memory.MemoryEstimate:
+def test_a_second_layer_is_read_ahead_only_if_it_fits(zoo_folder, monkeypatch):
+    def estimate():
         with open_lockstep(
             {"merged": Side(open_model("merged", zoo_folder("olmoe")))},
             reference.batches(),

@@ -1,9 +1,5 @@
 """A warm-up runs beside, tells its errors to who waits, and takes part in no sum of all ranks."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -30,7 +26,7 @@ GATES = {
 
 
 @pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_on_a_gpu(monkeypatch):
     """The thread is started, and computes on the CPU."""
     monkeypatch.setattr(warm_up, "VALUES", 2**12)
     monkeypatch.setattr(warm_up, "NEEDS_NONE", ())
@@ -38,7 +34,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_random_problem_is_solved(bias: bool, gate: Gate) -> None:
+def test_the_random_problem_is_solved(bias, gate):
     router = random_router(gate, (6, 16), bias=bias, dtype=torch.float32, device=CPU)
     assert [domain.tokens for domain in router.domains] == [256, 256]
     problem = problem_of(router, torch.float32)
@@ -48,12 +44,10 @@ def test_the_random_problem_is_solved(bias: bool, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "olmoe"])
-def test_it_runs_beside_and_tells_its_errors(
-    family: str, zoo_folder: Callable[..., object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_runs_beside_and_tells_its_errors(family, zoo_folder, monkeypatch):
     model = open_model("merged", str(zoo_folder(family)))
 
-    def work() -> None:
+    def work():
         solve_once(model, SolveSettings(), StreamSettings())
         for exact in (True, False):
             fit_once(model, StreamSettings(), exact=exact)
@@ -69,13 +63,13 @@ def test_it_runs_beside_and_tells_its_errors(
             warm.wait()
 
 
-def test_a_model_without_routers_has_nothing_to_solve(zoo_folder: Callable[..., object]) -> None:
+def test_a_model_without_routers_has_nothing_to_solve(zoo_folder):
     model = open_model("merged", str(zoo_folder("llama")))
     assert router_like(model, CPU, torch.float32) is None
 
 
-def test_a_full_gpu_is_for_the_run_to_tell() -> None:
-    def full() -> None:
+def test_a_full_gpu_is_for_the_run_to_tell():
+    def full():
         raise torch.OutOfMemoryError("no room")
 
     with WarmUp() as warm:
@@ -83,7 +77,7 @@ def test_a_full_gpu_is_for_the_run_to_tell() -> None:
         warm.wait()
 
 
-def test_its_sums_are_its_own() -> None:
+def test_its_sums_are_its_own():
     """Under torchrun the text is read in parallel, and ranks exchange messages about that."""
     router = random_router(GATES["softmax"], (6, 16), bias=False, dtype=torch.float32, device=CPU)
     assert all(domain.ranks is SINGLE for domain in router.domains)

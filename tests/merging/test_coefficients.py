@@ -1,7 +1,5 @@
 """Coefficients of a file: what they multiply, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

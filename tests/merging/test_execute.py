@@ -1,12 +1,9 @@
 """Running a plan: the same bytes however it is run, and nothing left when it cannot be."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -237,7 +234,7 @@ def test_integer_tensors_must_agree(tmp_path, zoo_folder):
 
 def test_an_interrupt_leaves_nothing(models, tmp_path):
     class Interrupting(Silent):
-        def advance(self, amount: int) -> None:
+        def advance(self, amount):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -329,7 +326,7 @@ def test_files_that_models_share_are_read_once(models, tmp_path):
 
 
 @pytest.fixture
-def file(zoo_folder: Callable[..., Path], tmp_path: Path) -> Path:
+def file(zoo_folder, tmp_path):
     a, b, c = (zoo_folder("olmoe", seed=seed) for seed in range(3))
     path = tmp_path / "stages.yml"
     path.write_text(
@@ -346,9 +343,7 @@ models: [{{model: {c}, parameters: {{weight: 0.5}}}}]
     return path
 
 
-def test_stages_are_the_merges_one_by_one(
-    file: Path, zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_stages_are_the_merges_one_by_one(file, zoo_folder, tmp_path):
     planned = moemerge.validate(file)
     assert [model.reference for model in planned.models if model.base] == ["half"]
     assert [p.name for p in tmp_path.iterdir()] == ["stages.yml"]
@@ -373,16 +368,14 @@ def test_stages_are_the_merges_one_by_one(
         ("merge_method: linear", "merge_method: linear\nrefit: {}", MoeMergeError, "refit"),
     ],
 )
-def test_a_fault_of_the_last_stage_stops_the_first(
-    file: Path, tmp_path: Path, old: str, new: str, error: type[Exception], message: str
-) -> None:
+def test_a_fault_of_the_last_stage_stops_the_first(file, tmp_path, old, new, error, message):
     file.write_text(file.read_text().replace(old, new))
     with pytest.raises(error, match=message):
         moemerge.merge(file, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["stages.yml"]
 
 
-def test_nothing_is_left_of_a_failed_run(file: Path, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_failed_run(file, tmp_path):
     """The last merge fails after the first is made: its model holds NaN."""
     bad = tmp_path / "bad"
     model = Path(file.read_text().split("models: [{model: ")[-1].split(",")[0])
@@ -395,7 +388,7 @@ def test_nothing_is_left_of_a_failed_run(file: Path, tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"stages.yml", "bad"}
 
 
-def test_run_repairs_the_last_merge(tmp_path: Path, zoo_folder: Callable[..., Path]) -> None:
+def test_run_repairs_the_last_merge(tmp_path, zoo_folder):
     """A source may be an earlier merge. All files name it, not its temporary folder."""
     a, b, c = (
         zoo.tiny_tokenizer(zoo.perturb(zoo_folder("olmoe"), tmp_path / name, seed, scale=0.3))

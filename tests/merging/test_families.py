@@ -1,9 +1,5 @@
 """Every family of the table merges, in every layout, and the result loads in transformers."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
@@ -17,16 +13,16 @@ from moemerge.checkpoint import Checkpoint
 WEIGHTS = (0.4, 0.6)
 
 
-def config(method: str, base: Path, models: list[Path]) -> dict[str, object]:
+def config(method, base, models):
     parameters = [{"weight": w, "density": 0.5} for w in WEIGHTS]
     if method == "linear":
         parameters = [{"weight": w} for w in WEIGHTS]
     entries = [{"model": str(m), "parameters": p} for m, p in zip(models, parameters, strict=True)]
-    settings: dict[str, object] = {"merge_method": method, "models": entries}
+    settings = {"merge_method": method, "models": entries}
     return settings if method == "linear" else {**settings, "base_model": str(base)}
 
 
-def load(folder: Path) -> dict[str, list[str]]:
+def load(folder):
     """transformers' own account of a load: keys that were missing or too many."""
     architecture = zoo.read_config(folder)["architectures"][0]
     _model, info = getattr(transformers, architecture).from_pretrained(
@@ -54,7 +50,7 @@ def test_every_family_merges_and_loads(zoo_folder, tmp_path, model_type):
             assert torch.equal(value, inputs[0][name])
 
 
-def units(folder: Path) -> dict[str, torch.Tensor]:
+def units(folder):
     checkpoint = Checkpoint.open(folder)
     architecture = Architecture.of(checkpoint.config, checkpoint.tensors)
     return {

@@ -1,7 +1,5 @@
 """Models kept beside a merge and taken out again: every unit against float64."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The contract of a method, and methods that users bring."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Statistics that are computed while the merge is made, and merges that are calibrated after."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

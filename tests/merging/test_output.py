@@ -1,7 +1,5 @@
 """The files beside the weights, and vocabularies that differ."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -280,7 +278,7 @@ def test_merges_into_one_folder_at_once_leave_one_whole_model(models, tmp_path, 
     moemerge.merge(config, tmp_path / "alone")
     ready = threading.Barrier(4)
 
-    def merge(_: int) -> str:
+    def merge(_):
         ready.wait()
         try:
             moemerge.merge(config, out, overwrite=overwrite)

@@ -1,10 +1,7 @@
 """What goes into which output tensor, and what is refused before a tensor is read."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from moemerge.merging.planner import Planner
 from moemerge.merging.run import plan_merge
 
 
-def edit(folder: Path, change) -> None:
+def edit(folder, change):
     """Rewrite a single-file checkpoint's tensors."""
     with zoo.edited(folder) as tensors:
         change(tensors)

@@ -1,14 +1,10 @@
 """Quantised inputs merge as their dequantised copies do."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,15 +17,13 @@ import zoo
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding
 from moemerge.errors import NumericalError, UsageError
 
-Folder = Callable[..., Path]
-
 
 @pytest.fixture(scope="session")
-def published(zoo_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def published(zoo_folder, tmp_path_factory):
     """`published(kind)`: a base and two fine-tunes, plain and as they are published; read only."""
-    made: dict[str, list[tuple[Path, Path]]] = {}
+    made = {}
 
-    def models(name: str) -> list[tuple[Path, Path]]:
+    def models(name):
         if name not in made:
             kind, folder = qz.KINDS[name], tmp_path_factory.mktemp("published")
             sizes = {"num_hidden_layers": 2} | kind.sizes
@@ -44,19 +38,17 @@ def published(zoo_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> C
     return models
 
 
-def linear(*models: Path, **extra: Any) -> dict[str, Any]:
+def linear(*models, **extra):
     entries = [{"model": str(m), "parameters": {"weight": 1.0 + i}} for i, m in enumerate(models)]
     return {"merge_method": "linear", "models": entries, **extra}
 
 
-def ties(base: Path, *models: Path) -> dict[str, Any]:
+def ties(base, *models):
     return {**linear(*models), "merge_method": "ties", "base_model": str(base)}
 
 
 @pytest.mark.parametrize("kind", qz.KINDS)
-def test_merges_as_the_dequantised_copies_do(
-    published: Callable[..., Any], tmp_path: Path, kind: str
-) -> None:
+def test_merges_as_the_dequantised_copies_do(published, tmp_path, kind):
     folders = [quantised for _, quantised in published(kind)]
     plain = [qz.plain_copy(f, tmp_path / f"plain{i}") for i, f in enumerate(folders)]
     moemerge.merge(ties(*folders), tmp_path / "ties")
@@ -70,7 +62,7 @@ def test_merges_as_the_dequantised_copies_do(
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ties")
 
 
-def test_quantised_and_plain_models_mix(published: Callable[..., Any], tmp_path: Path) -> None:
+def test_quantised_and_plain_models_mix(published, tmp_path):
     (base, fp8_base), (math, fp8_math), (code, _) = published("qwen fp8")
     copies = {
         f: qz.plain_copy(f, tmp_path / f"plain{i}") for i, f in enumerate((fp8_base, fp8_math))
@@ -82,7 +74,7 @@ def test_quantised_and_plain_models_mix(published: Callable[..., Any], tmp_path:
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_every_input_tensor_is_accounted_for(published: Callable[..., Any], tmp_path: Path) -> None:
+def test_every_input_tensor_is_accounted_for(published, tmp_path):
     folders = [quantised for _, quantised in published("kimi int4")]
     moemerge.merge(linear(*folders), tmp_path / "out")
     report = json.loads((tmp_path / "out" / "moemerge_report.json").read_text())["merge"]
@@ -91,24 +83,22 @@ def test_every_input_tensor_is_accounted_for(published: Callable[..., Any], tmp_
         assert account["merged"] == account["tensors"] == len(merged)
 
 
-def same(*models: Path, out: Path, base: Path | None = None) -> dict[str, Any]:
+def same(*models, out, base=None):
     config = linear(*models) | ({} if base is None else {"base_model": str(base)})
     moemerge.merge(config, out, requantize="same")
     return json.loads((out / "moemerge_report.json").read_text())["merge"]
 
 
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def equal(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b)
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
+def bytes_of(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("kind", qz.KINDS)
-def test_one_model_alone_comes_back_byte_for_byte(
-    published: Callable[..., Any], tmp_path: Path, kind: str
-) -> None:
+def test_one_model_alone_comes_back_byte_for_byte(published, tmp_path, kind):
     (_, folder), *_ = published(kind)
     report = same(folder, out=tmp_path / "out")
     before, after = zoo.tensors(folder), zoo.tensors(tmp_path / "out")
@@ -124,9 +114,7 @@ MOST = {"fp8": 0.03, "mxfp4": 0.13, "nvfp4": 0.12, "int4": 0.10, "int8": 0.012}
 
 
 @pytest.mark.parametrize("kind", qz.KINDS)
-def test_a_merge_is_written_as_its_inputs_were(
-    published: Callable[..., Any], tmp_path: Path, kind: str
-) -> None:
+def test_a_merge_is_written_as_its_inputs_were(published, tmp_path, kind):
     folders = [quantised for _, quantised in published(kind)]
     report = same(*folders, out=tmp_path / "out")
     moemerge.merge(linear(*folders, out_dtype="float32"), tmp_path / "wide")
@@ -152,9 +140,7 @@ def test_a_merge_is_written_as_its_inputs_were(
     "kind",
     ["deepseek fp8", "qwen fp8", "gpt-oss mxfp4", "kimi int4", "fp8 a row", "llama4 fp8 a row"],
 )
-def test_the_output_loads_and_speaks_as_the_dequantised_model(
-    published: Callable[..., Any], tmp_path: Path, kind: str
-) -> None:
+def test_the_output_loads_and_speaks_as_the_dequantised_model(published, tmp_path, kind):
     if qz.KINDS[kind].section["quant_method"] == "compressed-tensors":
         pytest.importorskip("compressed_tensors")
     folders = [quantised for _, quantised in published(kind)]
@@ -171,7 +157,7 @@ def test_the_output_loads_and_speaks_as_the_dequantised_model(
     assert torch.equal(*logits)
 
 
-def test_the_scales_are_those_of_the_formats_tools(tmp_path: Path) -> None:
+def test_the_scales_are_those_of_the_formats_tools(tmp_path):
     """Where the model's own scales do not fit, they are what transformers' quantiser computes."""
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
     from transformers.utils.quantization_config import FineGrainedFP8Config
@@ -189,9 +175,7 @@ def test_the_scales_are_those_of_the_formats_tools(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_the_scales_are_those_of_compressed_tensors(
-    tmp_path: Path, bits: int, symmetric: bool
-) -> None:
+def test_the_scales_are_those_of_compressed_tensors(tmp_path, bits, symmetric):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
@@ -214,7 +198,7 @@ def test_the_scales_are_those_of_compressed_tensors(
         assert torch.equal(ours[name], theirs[name]), name
 
 
-def unit_of(folder: Path, section: Any, parts: qz.Parts) -> tuple[QuantisedInfo, Any]:
+def unit_of(folder, section, parts):
     qz.save(parts, folder)
     (folder / "config.json").write_text(json.dumps({"quantization_config": section}))
     checkpoint = moemerge.Checkpoint.open(folder)
@@ -223,9 +207,7 @@ def unit_of(folder: Path, section: Any, parts: qz.Parts) -> tuple[QuantisedInfo,
     return info, checkpoint.stored
 
 
-def test_what_cannot_be_written_back_is_refused(
-    published: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_what_cannot_be_written_back_is_refused(published, tmp_path):
     (plain, _), (_, quantised), _ = published("qwen fp8")
     with pytest.raises(UsageError, match="is not quantised"):
         same(plain, quantised, out=tmp_path / "out")
@@ -236,7 +218,7 @@ def test_what_cannot_be_written_back_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_it_is_written_as_the_base_stores_it(published: Callable[..., Any], tmp_path: Path) -> None:
+def test_it_is_written_as_the_base_stores_it(published, tmp_path):
     (_, base), (math, _), (_, code) = published("fp8 a row")
     config = {**ties(base, math, code), "out_dtype": "bfloat16"}
     moemerge.merge(config, tmp_path / "out", requantize="same")
@@ -246,7 +228,7 @@ def test_it_is_written_as_the_base_stores_it(published: Callable[..., Any], tmp_
     }
 
 
-def test_a_notice_says_how_coarse_the_inputs_are(published: Callable[..., Any]) -> None:
+def test_a_notice_says_how_coarse_the_inputs_are(published):
     (plain, quantised), *_ = published("gpt-oss mxfp4")
     notices = moemerge.validate(linear(plain, quantised)).notices
     (notice,) = [n for n in notices if "quantised" in n]
@@ -255,7 +237,7 @@ def test_a_notice_says_how_coarse_the_inputs_are(published: Callable[..., Any]) 
     assert not any("quantised" in n for n in moemerge.validate(linear(plain)).notices)
 
 
-def test_an_adapter_on_a_quantised_base(published: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_adapter_on_a_quantised_base(published, tmp_path):
     (_, quantised), *_ = published("qwen fp8")
     plain = qz.plain_copy(quantised, tmp_path / "plain")
     adapter = zoo.lora(tmp_path / "lora", plain, "model.layers.1.self_attn.q_proj")
@@ -271,9 +253,7 @@ def test_an_adapter_on_a_quantised_base(published: Callable[..., Any], tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["nvfp4 modelopt", "nvfp4 compressed"])
-def test_static_input_scales_cover_all_models(
-    published: Callable[..., Any], tmp_path: Path, kind: str
-) -> None:
+def test_static_input_scales_cover_all_models(published, tmp_path, kind):
     """The second model's inputs are three times as large; compressed-tensors stores inverses."""
     (_, first), (_, second), _ = published(kind)
     larger = shutil.copytree(second, tmp_path / "larger")
@@ -289,9 +269,7 @@ def test_static_input_scales_cover_all_models(
     assert any("the widest of all models" in notice for notice in report["notices"])
 
 
-def test_an_input_scale_that_is_nan_is_refused(
-    published: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_an_input_scale_that_is_nan_is_refused(published, tmp_path):
     folders = []
     for i, (_, quantised) in enumerate(published("qwen fp8")[1:]):
         folder = Path(shutil.copytree(quantised, tmp_path / f"m{i}"))

@@ -1,7 +1,5 @@
 """Merges that know their models' inputs: every unit against a direct float64 computation."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +9,7 @@ import torch
 
 import moemerge
 import zoo
-from merging.gathered import SEQUENCES, Gathered, gather, unit_tensors
+from merging.gathered import SEQUENCES, gather, unit_tensors
 from moemerge.errors import CheckpointError, ConfigError, DataError, NumericalError
 
 FAMILIES = ["olmoe", "qwen3_moe", "mixtral"]
@@ -85,7 +83,7 @@ def solved(weights, xs, lengths, factor, weigh=(1.0, 1.0)):
 
 def direct(key, pair, factor=0.9):
     weights = [unit_tensors(model)[key] for model, _ in pair.values()]
-    stats: list[Gathered] = [s for _, s in pair.values()]
+    stats = [s for _, s in pair.values()]
     if key not in stats[0].inputs:
         return sum(weights) / len(weights)
     return solved(weights, [s.inputs[key] for s in stats], [s.tokens for s in stats], factor)

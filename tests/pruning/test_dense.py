@@ -1,21 +1,16 @@
 """Repairs of pruned models against dense float64 computations with nothing of ours in them."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 import moemerge
 import zoo
 from calibration import cases
 from collecting.direct import whole_model
-from pruning.cases import Kept, slice_experts, text_for
+from pruning.cases import slice_experts, text_for
 from refitting.dense import Twin, run
 from refitting.test_twin import worst
 
@@ -33,9 +28,7 @@ FIRST = {
 
 
 @pytest.mark.parametrize("family", FIRST)
-def test_routers_and_maps_are_the_dense_ones(
-    family: str, zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_routers_and_maps_are_the_dense_ones(family, zoo_folder, tmp_path):
     count = {COUNT.get(family, "num_experts"): EXPERTS}
     base = shutil.copytree(zoo_folder(family, **count), tmp_path / "base")
     zoo.tiny_tokenizer(base)
@@ -62,7 +55,7 @@ def test_routers_and_maps_are_the_dense_ones(
     assert error < 1e-4, where
 
 
-def routers(pruned: Path, base: Path, rows: Sequence[Tensor], kept: Kept) -> Mapping[str, Tensor]:
+def routers(pruned, base, rows, kept):
     """HARC towards the source's routing among the kept experts, router by router."""
     model, source = whole_model(pruned), whole_model(base)
     found = {}
@@ -86,7 +79,7 @@ def routers(pruned: Path, base: Path, rows: Sequence[Tensor], kept: Kept) -> Map
     return found
 
 
-def harc(x: Tensor, z: Tensor, wanted: Tensor, *, sigmoid: bool) -> Tensor:
+def harc(x, z, wanted, *, sigmoid):
     p, g = torch.softmax(z, dim=1), torch.ones_like(z)
     if sigmoid:
         s = torch.sigmoid(z)

@@ -1,11 +1,7 @@
 """Sources with more experts than the model: how they are mapped, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,27 +16,24 @@ from moemerge.lockstep.experts import ExpertMap, find_maps
 from moemerge.routing.gates import probabilities
 from pruning.cases import keep_of, slice_experts, text_for
 
-Folder = Callable[..., Path]
 LAYOUTS = [("olmoe", False), ("olmoe", True), ("mixtral", False), ("gpt_oss", False)]
 LAYOUTS += [("deepseek_v3", False), ("granitemoe", False), ("ernie4_5_moe", False)]
 
 
-def found(pruned: Path, base: Path, **files: str | Path) -> dict[int, list[int | list[int]]]:
+def found(pruned, base, **files):
     maps = find_maps(open_model("merged", pruned), [open_model("o", base)], files)
     return {layer: one.to_json() for layer, one in maps["o"].items()}
 
 
 @pytest.mark.parametrize(("family", "fused"), LAYOUTS)
-def test_kept_experts_are_found_by_their_rows(
-    family: str, fused: bool, zoo_folder: Folder, tmp_path: Path
-) -> None:
+def test_kept_experts_are_found_by_their_rows(family, fused, zoo_folder, tmp_path):
     base = zoo_folder(family, fused=fused)
     kept = {layer: ids[::-1] for layer, ids in keep_of(base, 6).items()}
     pruned = slice_experts(base, tmp_path / "pruned", kept)
     assert found(pruned, base) == kept
 
 
-def test_another_dtype_is_no_change(zoo_folder: Folder, tmp_path: Path) -> None:
+def test_another_dtype_is_no_change(zoo_folder, tmp_path):
     base = zoo_folder("olmoe")
     kept = keep_of(base, 5)
     pruned = slice_experts(base, tmp_path / "pruned", kept)
@@ -49,7 +42,7 @@ def test_another_dtype_is_no_change(zoo_folder: Folder, tmp_path: Path) -> None:
     assert found(pruned, base) == kept
 
 
-def test_changed_and_repeated_rows_are_refused(zoo_folder: Folder, tmp_path: Path) -> None:
+def test_changed_and_repeated_rows_are_refused(zoo_folder, tmp_path):
     base, name = zoo_folder("olmoe"), "model.layers.1.mlp.gate.weight"
     pruned = slice_experts(base, tmp_path / "pruned", keep_of(base, 5))
     shard = pruned / "model.safetensors"
@@ -66,7 +59,7 @@ def test_changed_and_repeated_rows_are_refused(zoo_folder: Folder, tmp_path: Pat
         found(pruned, base)
 
 
-def test_equal_rows_of_the_source_are_refused(zoo_folder: Folder, tmp_path: Path) -> None:
+def test_equal_rows_of_the_source_are_refused(zoo_folder, tmp_path):
     base = shutil.copytree(zoo_folder("olmoe"), tmp_path / "base")
     with zoo.edited(base) as tensors:
         tensors["model.layers.0.mlp.gate.weight"][4] = tensors["model.layers.0.mlp.gate.weight"][1]
@@ -89,9 +82,7 @@ def test_equal_rows_of_the_source_are_refused(zoo_folder: Folder, tmp_path: Path
         ("012", "no list"),
     ],
 )
-def test_a_wrong_file_is_refused(
-    layer: object, words: str, zoo_folder: Folder, tmp_path: Path
-) -> None:
+def test_a_wrong_file_is_refused(layer, words, zoo_folder, tmp_path):
     base, file = zoo_folder("olmoe"), tmp_path / "map.json"
     pruned = slice_experts(base, tmp_path / "pruned", {layer: [0, 1, 2] for layer in range(3)})
     layers = {"0": [0, 1, 2], "1": layer, "2": [0, 1, 2]}
@@ -101,7 +92,7 @@ def test_a_wrong_file_is_refused(
 
 
 @pytest.mark.parametrize("score", list(Score))
-def test_several_experts_behind_one_have_their_sum(score: Score) -> None:
+def test_several_experts_behind_one_have_their_sum(score):
     gate = Gate(score, 2, scale=1.5)
     z = torch.randn(20, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
     groups = ((0, 3), (2,), (5, 1, 4))
@@ -110,7 +101,7 @@ def test_several_experts_behind_one_have_their_sum(score: Score) -> None:
     torch.testing.assert_close(probabilities(gate, ExpertMap(groups).combine(gate, z)), expected)
 
 
-def test_merged_experts_are_repaired_and_diagnosed(zoo_folder: Folder, tmp_path: Path) -> None:
+def test_merged_experts_are_repaired_and_diagnosed(zoo_folder, tmp_path):
     """Two experts of the source behind one: gate and up of it stay, everything else is fitted."""
     base = shutil.copytree(zoo_folder("olmoe", num_hidden_layers=2), tmp_path / "base")
     zoo.tiny_tokenizer(base)

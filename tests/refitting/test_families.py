@@ -1,11 +1,6 @@
 """Every family is refitted, or refused with its reason; what can be of the refused ones is."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,21 +11,21 @@ from moemerge.errors import ArchitectureError
 from refitting.cases import make_case
 
 # Their routers are no linear maps, so nothing stops before them.
-UNROUTED: tuple[str, ...] = ("zaya", "doge")
+UNROUTED = ("zaya", "doge")
 # Their experts cannot be read one by one.
-REFUSED: tuple[str, ...] = ("dbrx", "jetmoe", "longcat_flash", "llama4_text", "step3p5")
+REFUSED = ("dbrx", "jetmoe", "longcat_flash", "llama4_text", "step3p5")
 # A norm behind the attention: no sum of outputs gives the hidden state.
-NORMED: tuple[str, ...] = ("flex_olmo", "gemma4_text", "afmoe", "muse_spark_text")
+NORMED = ("flex_olmo", "gemma4_text", "afmoe", "muse_spark_text")
 # What stays as merged in every family.
 UNTOUCHED = re.compile(r"norm|embed|bias|conv1d|conv\.(conv\.)?weight|shared_expert_gate")
 SERVED = zoo.by_kind(
     name for name in (*zoo.FAMILIES, *multimodal_zoo.FAMILIES) if name not in (*REFUSED, *UNROUTED)
 )
-CHEAP: dict[str, Any] = {"ridge": 0.1, "holdout": 0.0, "router": "keep"}
+CHEAP = {"ridge": 0.1, "holdout": 0.0, "router": "keep"}
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_a_family_is_refitted(family: str, zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_family_is_refitted(family, zoo_folder, tmp_path):
     case = make_case(zoo_folder(family), tmp_path / "case", rows=4)
     out = tmp_path / "out"
     report = case.refit(out, **CHEAP)
@@ -50,9 +45,7 @@ def test_a_family_is_refitted(family: str, zoo_folder: Callable[..., Path], tmp_
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_one_that_is_refused_still_has_its_attention_and_routers(
-    family: str, zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_one_that_is_refused_still_has_its_attention_and_routers(family, zoo_folder, tmp_path):
     case = make_case(zoo_folder(family), tmp_path / "case", rows=4)
     with pytest.raises(ArchitectureError, match="cannot be refitted"):
         case.refit(tmp_path / "out", **CHEAP)
@@ -68,9 +61,7 @@ def test_one_that_is_refused_still_has_its_attention_and_routers(
 
 
 @pytest.mark.parametrize("family", UNROUTED)
-def test_one_without_linear_routers_is_refused(
-    family: str, zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_one_without_linear_routers_is_refused(family, zoo_folder, tmp_path):
     case = make_case(zoo_folder(family), tmp_path / "case", rows=4)
     with pytest.raises(ArchitectureError, match="not a single linear map of its input"):
         case.refit(tmp_path / "out", **CHEAP)

@@ -1,16 +1,11 @@
 """Gradient steps: one by hand, then whole runs that are compared with transformers."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 import zoo
 from calibration import cases as calibrating
@@ -18,33 +13,27 @@ from moemerge.errors import ConfigError, UsageError
 from moemerge.refitting.gradient import RATES, Descent, Training
 from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
-from refitting.cases import Case, make_case
+from refitting.cases import make_case
 
-FAST: dict[str, Any] = {"solver": "gradient", "steps": 12, "holdout": 0.2, "measure": False}
-
-
-@pytest.fixture(scope="module")
-def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Case:
-    base = zoo_folder("olmoe", num_hidden_layers=2)
-    return make_case(base, tmp_path_factory.mktemp("case"), rows=30, scale=0.1)
+FAST = {"solver": "gradient", "steps": 12, "holdout": 0.2, "measure": False}
 
 
 @pytest.fixture(scope="module")
-def trained(case: Case, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def trained(case, tmp_path_factory):
     out = tmp_path_factory.mktemp("trained") / "out"
     return out, case.refit(out, **FAST)
 
 
-def batch(domain: str, *, holdout: bool = False) -> Batch:
+def batch(domain, *, holdout=False):
     return Batch(domain, holdout, torch.ones(1, 2).long(), torch.ones(1, 2).bool(), (0,))
 
 
-def descent(weight: nn.Parameter, loss: Callable[[Batch], Tensor], *batches: Batch) -> Descent:
+def descent(weight, loss, *batches):
     training = Training(steps=1, seed=0, weights={"math": 1.0}, ranks=Ranks.single())
     return Descent(training, {weight: torch.float32}, loss, batches, "here")
 
 
-def test_one_step_moves_a_weight_by_the_rate() -> None:
+def test_one_step_moves_a_weight_by_the_rate():
     """Two tokens with the error (w - 3)²: the first step of Adam has the length of the rate."""
     weight = nn.Parameter(torch.zeros(()))
     fit, rate = descent(weight, lambda _: 2 * (weight - 3.0) ** 2, batch("math")).run()
@@ -56,7 +45,7 @@ def test_one_step_moves_a_weight_by_the_rate() -> None:
     assert not weight.requires_grad
 
 
-def test_a_step_that_held_out_rows_reject_is_taken_back() -> None:
+def test_a_step_that_held_out_rows_reject_is_taken_back():
     weight = nn.Parameter(torch.zeros(()))
     wanted = {False: 3.0, True: -3.0}
     both = batch("math"), batch("math", holdout=True)
@@ -67,9 +56,7 @@ def test_a_step_that_held_out_rows_reject_is_taken_back() -> None:
     assert fit.held_before == fit.held_after == 4.5
 
 
-def test_hidden_states_come_closer_to_those_of_the_sources(
-    case: Case, trained: tuple[Path, Any]
-) -> None:
+def test_hidden_states_come_closer_to_those_of_the_sources(case, trained):
     out, report = trained
     layers = [row for row in report.layers if row["layer"] is not None]
     assert [row["layer"] for row in report.layers] == [0, 1, None]
@@ -85,7 +72,7 @@ def test_hidden_states_come_closer_to_those_of_the_sources(
     assert after < before
 
 
-def gaps(case: Case, model: Path, name: str) -> Iterator[float]:
+def gaps(case, model, name):
     """Yield the squared distance of the last hidden states, row by row, from transformers."""
     ours, theirs = (
         transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -97,9 +84,7 @@ def gaps(case: Case, model: Path, name: str) -> Iterator[float]:
         yield float((states[0] - states[1]).square().sum())
 
 
-def test_maps_and_routers_move_and_nothing_else_does(
-    case: Case, trained: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_maps_and_routers_move_and_nothing_else_does(case, trained, tmp_path):
     changed = calibrating.changed_tensors(case.merged, trained[0])
     assert {name.split(".")[-2] for name in changed} >= {"q_proj", "gate", "lm_head"}
     assert all(
@@ -110,12 +95,10 @@ def test_maps_and_routers_move_and_nothing_else_does(
     assert {name.split(".")[-2] for name in only} == {"gate"}
 
 
-def test_a_killed_run_ends_with_the_same_bytes(
-    case: Case, trained: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_ends_with_the_same_bytes(case, trained, tmp_path, monkeypatch):
     whole = Training.layer
 
-    def dies(self: Training, *args: Any, **kwargs: Any) -> Any:
+    def dies(self, *args, **kwargs):
         if args[-1] == 1:
             raise KeyboardInterrupt
         return whole(self, *args, **kwargs)
@@ -129,7 +112,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
     assert calibrating.changed_tensors(trained[0], tmp_path / "out") == set()
 
 
-def test_a_model_that_is_its_own_source_keeps_its_bytes(case: Case, tmp_path: Path) -> None:
+def test_a_model_that_is_its_own_source_keeps_its_bytes(case, tmp_path):
     own = replace(case, sources=dict.fromkeys(case.sources, case.merged))
     report = own.refit(tmp_path / "out", **FAST)
     assert calibrating.changed_tensors(case.merged, tmp_path / "out") == set()
@@ -137,7 +120,7 @@ def test_a_model_that_is_its_own_source_keeps_its_bytes(case: Case, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral"])
-def test_families(family: str, zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_families(family, zoo_folder, tmp_path):
     case = make_case(zoo_folder(family), tmp_path / "case", rows=12, scale=0.1)
     report = case.refit(tmp_path / "out", **{**FAST, "steps": 4, "holdout": 0.0})
     fits = [row["maps"][0] for row in report.layers]
@@ -145,7 +128,7 @@ def test_families(family: str, zoo_folder: Callable[..., Path], tmp_path: Path) 
     zoo.assert_loads(tmp_path / "out")
 
 
-def test_what_does_not_go_together_is_refused(case: Case, tmp_path: Path) -> None:
+def test_what_does_not_go_together_is_refused(case, tmp_path):
     with pytest.raises(ConfigError, match="trains floats"):
         case.refit(tmp_path / "out", **FAST, requantize="same")
     with pytest.raises(UsageError, match="again and again"):

@@ -1,12 +1,9 @@
 """Sums and their closed form: against dense algebra, and by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from moemerge.errors import NumericalError
 from moemerge.refitting.experts import SAMPLED, sample_size
@@ -24,17 +21,17 @@ from moemerge.refitting.targets import ResidualWrite, find_writes
 CPU = torch.device("cpu")
 
 
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+def draw(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def sums_of(x: Tensor, missing: Tensor, scale: Tensor) -> FitSums:
+def sums_of(x, missing, scale):
     sums = FitSums.empty(missing.shape[1], x.shape[1], CPU)
     sums.add(x, missing, scale)
     return sums
 
 
-def test_by_hand() -> None:
+def test_by_hand():
     """One input x = 2 and one output that lacks 3: Δ = 6 / (4 + 4 λ), so 0.75 at λ = 1."""
     sums = sums_of(torch.tensor([[2.0]]), torch.tensor([[3.0]]), torch.ones(1))
     assert float(Factor(sums.gram, 1.0).update(sums.cross)) == pytest.approx(0.75)
@@ -45,7 +42,7 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 7, 3000])
-def test_sums_are_the_dense_ones(dtype: torch.dtype, tokens: int) -> None:
+def test_sums_are_the_dense_ones(dtype, tokens):
     x, r = draw(tokens, 5, dtype=dtype), draw(tokens, 3, seed=1, dtype=torch.float32)
     s = torch.rand(tokens, generator=torch.Generator().manual_seed(2))
     sums = FitSums.empty(3, 5, CPU)
@@ -63,7 +60,7 @@ def test_sums_are_the_dense_ones(dtype: torch.dtype, tokens: int) -> None:
 
 @pytest.mark.parametrize("weights", ["one", "each"])
 @pytest.mark.parametrize("of_inputs", ["number", "each"])
-def test_sums_of_bf16_terms_are_the_same(weights: str, of_inputs: str) -> None:
+def test_sums_of_bf16_terms_are_the_same(weights, of_inputs):
     """What many tokens on a GPU are counted by, where the inputs have a factor."""
     x, r = draw(3000, 5, dtype=torch.bfloat16), draw(3000, 3, seed=1, dtype=torch.float32)
     rng = torch.Generator().manual_seed(2)
@@ -84,7 +81,7 @@ def test_sums_of_bf16_terms_are_the_same(weights: str, of_inputs: str) -> None:
         assert float((mine - theirs).norm() / theirs.norm()) < 1e-5, name
 
 
-def test_maps_that_share_inputs_share_their_gram() -> None:
+def test_maps_that_share_inputs_share_their_gram():
     x, r, other = draw(40, 6), draw(40, 2, seed=1), draw(40, 3, seed=2)
     first = sums_of(x, r, torch.ones(1))
     second = first.sharing_gram(3)
@@ -97,7 +94,7 @@ def test_maps_that_share_inputs_share_their_gram() -> None:
 
 @pytest.mark.parametrize("ridge", [1e-6, 0.003, 1.0])
 @pytest.mark.parametrize("tokens", [3, 50])
-def test_the_update_minimises_its_objective(ridge: float, tokens: int) -> None:
+def test_the_update_minimises_its_objective(ridge, tokens):
     """Against least squares with the ridge as further rows; also with fewer tokens than inputs."""
     x, r = draw(tokens, 8), draw(tokens, 4, seed=1)
     sums = sums_of(x, r, torch.ones(1))
@@ -107,7 +104,7 @@ def test_the_update_minimises_its_objective(ridge: float, tokens: int) -> None:
     torch.testing.assert_close(Factor(sums.gram, ridge).update(sums.cross), wanted)
 
 
-def test_inputs_of_zeros_move_nothing() -> None:
+def test_inputs_of_zeros_move_nothing():
     sums = sums_of(torch.zeros(5, 4), torch.ones(5, 2), torch.ones(1))
     weight, fit = fit_map(
         torch.ones(2, 4), sums, FitSums.empty(2, 4, CPU), Factor(sums.gram, 0.1), torch.float32
@@ -116,7 +113,7 @@ def test_inputs_of_zeros_move_nothing() -> None:
     assert fit.before == fit.after == 10.0
 
 
-def test_a_matrix_that_cannot_be_factored_says_so() -> None:
+def test_a_matrix_that_cannot_be_factored_says_so():
     broken = torch.diag(torch.tensor([1.0, -2.0, 3.0])).double()
     with pytest.raises(NumericalError, match=r"cannot be factored at any ridge from 0\.01"):
         Factor(broken, 0.01)
@@ -124,7 +121,7 @@ def test_a_matrix_that_cannot_be_factored_says_so() -> None:
         Factor(torch.full((2, 2), float("nan")).double(), 0.01)
 
 
-def test_the_ridge_is_raised_above_rounding_errors_of_the_sums() -> None:
+def test_the_ridge_is_raised_above_rounding_errors_of_the_sums():
     """A negative eigenvalue of 5e-5 of the mean diagonal, as bf16 sums leave it."""
     gram = torch.diag(torch.tensor([2.0, 1.0, -5e-5]).double())
 
@@ -135,7 +132,7 @@ def test_the_ridge_is_raised_above_rounding_errors_of_the_sums() -> None:
     assert Factor(gram, 1e-3).ridge == 1e-3
 
 
-def test_what_does_not_fit_the_stored_dtype_is_refused() -> None:
+def test_what_does_not_fit_the_stored_dtype_is_refused():
     sums = sums_of(torch.full((1, 1), 1e-3), torch.full((1, 1), 1e6), torch.ones(1))
     with pytest.raises(NumericalError, match=r"does not fit into torch\.float16"):
         fit_map(
@@ -150,7 +147,7 @@ def test_what_does_not_fit_the_stored_dtype_is_refused() -> None:
 # --- held-out tokens ----------------------------------------------------------------------------
 
 
-def problem(tokens: int, noise: float, seed: int = 0) -> tuple[FitSums, FitSums]:
+def problem(tokens, noise, seed=0):
     """Calibration and held-out sums of one true map with noise."""
     true = draw(4, 20, seed=seed)
     found = []
@@ -162,7 +159,7 @@ def problem(tokens: int, noise: float, seed: int = 0) -> tuple[FitSums, FitSums]
 
 
 @pytest.mark.parametrize(("tokens", "noise"), [(15, 3.0), (30, 3.0), (400, 0.1)])
-def test_the_chosen_ridge_is_the_best_of_all(tokens: int, noise: float) -> None:
+def test_the_chosen_ridge_is_the_best_of_all(tokens, noise):
     problems = [problem(tokens, noise, seed) for seed in (0, 100)]
     errors = {
         ridge: sum(h.error(Factor(s.gram, ridge).update(s.cross)) for s, h in problems)
@@ -173,11 +170,11 @@ def test_the_chosen_ridge_is_the_best_of_all(tokens: int, noise: float) -> None:
     assert choice.errors[choice.ridge] == pytest.approx(errors[choice.ridge])
 
 
-def test_noise_wants_more_ridge() -> None:
+def test_noise_wants_more_ridge():
     assert choose_ridge([problem(30, 3.0)]).ridge > choose_ridge([problem(400, 0.1)]).ridge
 
 
-def test_a_search_begins_where_the_last_one_of_its_kind_ended() -> None:
+def test_a_search_begins_where_the_last_one_of_its_kind_ended():
     one, other = [problem(30, 3.0)], [problem(400, 0.1)]
     rule = RidgeRule()
     assert rule.choose("q", one) == choose_ridge(one).ridge == rule.last["q"]
@@ -189,7 +186,7 @@ def test_a_search_begins_where_the_last_one_of_its_kind_ended() -> None:
     assert RidgeRule(0.25).choose("q", []) == 0.25
 
 
-def test_a_map_that_loses_on_held_out_tokens_stays_as_merged() -> None:
+def test_a_map_that_loses_on_held_out_tokens_stays_as_merged():
     calibration, _ = problem(15, 1.0)
     _, opposite = problem(15, 1.0)
     opposite.cross.neg_()
@@ -208,7 +205,7 @@ def test_a_map_that_loses_on_held_out_tokens_stays_as_merged() -> None:
     assert free.after < free.before
 
 
-def test_errors_are_those_of_the_rounded_weight() -> None:
+def test_errors_are_those_of_the_rounded_weight():
     calibration, held = problem(400, 0.1)
     merged = draw(4, 20, seed=9, dtype=torch.bfloat16)
     weight, fit = fit_map(merged, calibration, held, Factor(calibration.gram, 1e-4), torch.bfloat16)
@@ -219,7 +216,7 @@ def test_errors_are_those_of_the_rounded_weight() -> None:
     assert fit.held_before == float(held.energy)
 
 
-def test_eight_experts_choose_the_ridge_or_fewer_large_ones() -> None:
+def test_eight_experts_choose_the_ridge_or_fewer_large_ones():
     assert sample_size((2048, 1024)) == SAMPLED
     assert sample_size((2048, 2048)) == 4
     assert sample_size((32_768, 16_384)) == 2
@@ -228,26 +225,25 @@ def test_eight_experts_choose_the_ridge_or_fewer_large_ones() -> None:
 # --- what writes to the hidden state ------------------------------------------------------------
 
 
-def layer(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def layer(dtype=torch.float32):
     names = ("h", "q", "o", "e", "s")
     return {name: draw(60, 16, seed=at, dtype=dtype) for at, name in enumerate(names)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_writes_are_found_with_their_factors(dtype: torch.dtype) -> None:
+def test_writes_are_found_with_their_factors(dtype):
     t = layer(dtype)
     outputs = {name: t[name] for name in ("q", "o", "e", "s")}
     gates = {"g": draw(60, 1, seed=8, dtype=dtype)}
     gated = torch.sigmoid(gates["g"].float()) * t["s"].float()
     left = (t["h"].float() + t["o"].float() + 0.22 * t["e"].float() + gated).to(dtype)
     writes = find_writes(t["h"], left, outputs, gates)
-    assert writes is not None
     assert [(write.path, write.gate) for write in writes] == [("o", None), ("e", None), ("s", "g")]
     assert writes[0] == ResidualWrite("o", 1.0)
     assert writes[1].factor == pytest.approx(0.22, rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_a_norm_in_between_is_no_write() -> None:
+def test_a_norm_in_between_is_no_write():
     t = layer()
     normed = t["o"] / t["o"].square().mean(dim=1, keepdim=True).sqrt()
     assert find_writes(t["h"], t["h"] + normed, {"o": t["o"]}, {}) is None
@@ -256,7 +252,7 @@ def test_a_norm_in_between_is_no_write() -> None:
     assert find_writes(t["h"], t["h"] + t["o"], {"o": t["o"] * math.inf}, {}) is None
 
 
-def test_large_channels_do_not_hide_a_write() -> None:
+def test_large_channels_do_not_hide_a_write():
     """One channel a thousand times the others, in bfloat16: its rounding alone is a large error."""
     t = layer(torch.bfloat16)
     t["h"][:, 3] *= 3000
@@ -272,9 +268,7 @@ def test_large_channels_do_not_hide_a_write() -> None:
 SMALL = (1e-5, 1e-3)
 
 
-def assert_sums_of_bfloat16_values(
-    device: torch.device, tokens: int, ridge: float, *, width: int, within: float = 1e-6
-) -> None:
+def assert_sums_of_bfloat16_values(device, tokens, ridge, *, width, within=1e-6):
     """Inputs with a mean, a steep spectrum and two huge channels; the map's move is what counts."""
     outputs, block = width // 2, 65_536
     rng = torch.Generator(device).manual_seed(0)
@@ -301,12 +295,12 @@ def assert_sums_of_bfloat16_values(
 
 @pytest.mark.parametrize("ridge", SMALL)
 @pytest.mark.parametrize("tokens", [300, 5_000])
-def test_sums_of_bfloat16_values(tokens: int, ridge: float) -> None:
+def test_sums_of_bfloat16_values(tokens, ridge):
     assert_sums_of_bfloat16_values(torch.device("cpu"), tokens, ridge, width=128)
 
 
 @pytest.mark.parametrize("width", [3, 512, 513, 1100])
-def test_a_gram_by_groups_of_columns(width: int) -> None:
+def test_a_gram_by_groups_of_columns(width):
     x = torch.randn(40, width, dtype=torch.float64)
     start = torch.randn(width, width, dtype=torch.float64)
     start = start + start.T

@@ -1,12 +1,7 @@
 """What a refit did to the routing on rows held out, in report, card and table."""
 
-from __future__ import annotations
-
 import io
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,22 +11,15 @@ from moemerge.cli.routing_table import refit_report
 from moemerge.refitting.report import few_tokens
 from moemerge.report.words import Quantity
 from moemerge.runtime.progress import Silent
-from refitting.cases import Case, make_case
 
 
-@pytest.fixture(scope="module")
-def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Case:
-    base = zoo_folder("olmoe", num_hidden_layers=2)
-    return make_case(base, tmp_path_factory.mktemp("case"), rows=30, scale=0.1)
-
-
-def shown(report: moemerge.RefitReport, width: int, *, verbose: bool = False) -> str:
+def shown(report, width, *, verbose=False):
     console = Console(file=io.StringIO(), width=width)
     console.print(refit_report(report, verbose=verbose))
     return console.file.getvalue()
 
 
-def test_it_is_what_diagnose_measures(case: Case, tmp_path: Path) -> None:
+def test_it_is_what_diagnose_measures(case, tmp_path):
     out = tmp_path / "out"
     report = case.refit(out)
     figures = report.diagnosis
@@ -61,18 +49,18 @@ def test_it_is_what_diagnose_measures(case: Case, tmp_path: Path) -> None:
     assert "…" not in narrow + verbose
 
 
-def test_what_cannot_be_added_to_the_card_is_told(case: Case, tmp_path: Path) -> None:
+def test_what_cannot_be_added_to_the_card_is_told(case, tmp_path):
     """OUT is whole by then: its weights, report and card stand."""
     out, notes = tmp_path / "out", []
 
     class Sabotaged(Silent):
-        def start(self, what: str, total: int, *, unit: str) -> None:
+        def start(self, what, total, *, unit):
             card = out / "README.md"
             if card.is_file():  # OUT has appeared, and is being measured
                 card.rename(out / "CARD.md")
                 card.mkdir()
 
-        def note(self, message: str) -> None:
+        def note(self, message):
             notes.append(message)
 
     report = case.refit(out, ridge=0.01, router="keep", progress=Sabotaged())
@@ -82,7 +70,7 @@ def test_what_cannot_be_added_to_the_card_is_told(case: Case, tmp_path: Path) ->
     assert "linear maps refitted to the sources" in (out / "CARD.md").read_text()
 
 
-def _layers(linear: int, experts: list[int]) -> list[dict[str, Any]]:
+def _layers(linear, experts):
     """A layer whose map has 8 inputs, and whose experts have 8 and then 4."""
     return [
         {
@@ -97,11 +85,11 @@ def _layers(linear: int, experts: list[int]) -> list[dict[str, Any]]:
     ]
 
 
-def test_enough_tokens_need_no_word() -> None:
+def test_enough_tokens_need_no_word():
     assert few_tokens(_layers(32, [32, 36])) == []
 
 
-def test_few_tokens_are_named_and_counted() -> None:
+def test_few_tokens_are_named_and_counted():
     """Five tokens determine the second projection of expert 1, with 4 inputs, not the first."""
     assert few_tokens(_layers(40, [40, 5, 32])) == [
         "1 of 4 maps and experts reached by fewer tokens than inputs, which cannot determine them: "
@@ -109,7 +97,7 @@ def test_few_tokens_are_named_and_counted() -> None:
     ]
 
 
-def test_text_that_is_too_short_for_most_maps() -> None:
+def test_text_that_is_too_short_for_most_maps():
     """Shares of tokens for each input: 9/8, 0, 3/8, 3/8, 5/8; the middle asks for 32/3 of it."""
     named, short = few_tokens(_layers(9, [0, 3, 3, 5]))
     assert named.startswith("4 of 5 maps and experts")

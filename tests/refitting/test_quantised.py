@@ -1,11 +1,5 @@
 """A quantised model is refitted as its dequantised copy is, and written in floats or as it was."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -20,17 +14,17 @@ from moemerge.cli.app import app
 from moemerge.errors import UsageError
 from refitting.cases import Case, make_case
 
-SETTINGS: dict[str, Any] = {"ridge": 0.01, "holdout": 0.2, "router": "keep"}
+SETTINGS = {"ridge": 0.01, "holdout": 0.2, "router": "keep"}
 
 
 @pytest.fixture(scope="module")
-def plain(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Case:
+def plain(zoo_folder, tmp_path_factory):
     base = zoo_folder("qwen3_moe", num_hidden_layers=2, dtype=torch.bfloat16)
     return make_case(base, tmp_path_factory.mktemp("case"), scale=0.3)
 
 
 @pytest.fixture(scope="module")
-def case(plain: Case, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(plain, tmp_path_factory):
     """The merged model in FP8, one of its sources in INT4."""
     folder = tmp_path_factory.mktemp("quantised")
     merged = qz.KINDS["qwen fp8"].publish(plain.merged, folder / "merged", shards=2)
@@ -38,7 +32,7 @@ def case(plain: Case, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(merged, {**plain.sources, "math": math}, plain.data)
 
 
-def test_floats_by_default(case: Case, tmp_path: Path) -> None:
+def test_floats_by_default(case, tmp_path):
     case.refit(tmp_path / "out", **SETTINGS)
     copy = qz.plain_copy(case.merged, tmp_path / "plain")
     Case(copy, case.sources, case.data).refit(tmp_path / "expected", **SETTINGS)
@@ -48,7 +42,7 @@ def test_floats_by_default(case: Case, tmp_path: Path) -> None:
     assert "quantization_config" not in zoo.read_config(tmp_path / "out")
 
 
-def test_written_back_as_it_was(case: Case, tmp_path: Path) -> None:
+def test_written_back_as_it_was(case, tmp_path):
     report = case.refit(tmp_path / "out", requantize="same", **SETTINGS)
     assert zoo.read_config(tmp_path / "out") == zoo.read_config(case.merged)
     stored = {name: (t.shape, t.dtype) for name, t in zoo.tensors(tmp_path / "out").items()}
@@ -63,9 +57,7 @@ def test_written_back_as_it_was(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen fp8", "int4"])
-def test_rounding_each_map_is_better_than_rounding_at_the_end(
-    plain: Case, kind: str, tmp_path: Path
-) -> None:
+def test_rounding_each_map_is_better_than_rounding_at_the_end(plain, kind, tmp_path):
     """Later maps make up for the rounding of earlier ones, as seen in the logits."""
     if kind == "int4":
         merged = qz.convert(plain.merged, tmp_path / "merged", qz.INT4, qz.packed(4, 8))
@@ -91,7 +83,7 @@ def test_rounding_each_map_is_better_than_rounding_at_the_end(
     assert errors["each"] <= errors["last"]
 
 
-def distance(model: Path, case: Case) -> float:
+def distance(model, case):
     """The mean squared distance of the logits from those of each source on its own text."""
     ours, total = whole_model(model), 0.0
     for name, rows in case.rows().items():
@@ -103,14 +95,14 @@ def distance(model: Path, case: Case) -> float:
     return total
 
 
-def test_a_plain_model_cannot_be_written_back(plain: Case, tmp_path: Path) -> None:
+def test_a_plain_model_cannot_be_written_back(plain, tmp_path):
     with pytest.raises(UsageError, match="is not quantised"):
         plain.refit(tmp_path / "out", requantize="same", **SETTINGS)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
-def rounded_merge(plain: Case, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def rounded_merge(plain, tmp_path_factory):
     """Merged from FP8 models by moemerge, and rounded to FP8 again."""
     folder = tmp_path_factory.mktemp("rounded")
     publish = qz.KINDS["qwen fp8"].publish
@@ -131,9 +123,7 @@ def rounded_merge(plain: Case, tmp_path_factory: pytest.TempPathFactory) -> Case
         ("refit", SETTINGS, ""),  # floats: the merge is taken as it is
     ],
 )
-def test_the_card_names_what_makes_it_again(
-    rounded_merge: Case, tmp_path: Path, job: str, settings: dict[str, Any], needed: str
-) -> None:
+def test_the_card_names_what_makes_it_again(rounded_merge, tmp_path, job, settings, needed):
     made = tmp_path / "made"
     sources, data = rounded_merge.sources, rounded_merge.data
     repair = getattr(moemerge, job)

@@ -1,11 +1,6 @@
 """A source that gives what the merged model gives: nothing is learnt from rounding."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,22 +18,20 @@ from moemerge.refitting.targets import (
 )
 from moemerge.runtime.ranks import SINGLE
 from moemerge.text.batches import Batch
-from refitting.cases import Case, make_case
+from refitting.cases import make_case
 
 DTYPES = (torch.float32, torch.bfloat16)
 # qwen2_moe has a shared expert that a gate weighs, and a dense layer.
 FAMILIES = ("olmoe", "qwen2_moe")
-OPTIONS: dict[str, Any] = {"ridge": 0.01, "holdout": 0.2, "measure": False}
+OPTIONS = {"ridge": 0.01, "holdout": 0.2, "measure": False}
 
 
 @pytest.fixture(scope="module")
-def case_of(
-    zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Case]:
+def case_of(zoo_folder, tmp_path_factory):
     """A merge of two, stored in a dtype; one domain's rows are of unequal length."""
-    made: dict[tuple[str, torch.dtype], Case] = {}
+    made = {}
 
-    def case(family: str, dtype: torch.dtype) -> Case:
+    def case(family, dtype):
         if (family, dtype) not in made:
             base = zoo_folder(family, dtype=dtype, num_hidden_layers=2)
             made[family, dtype] = make_case(base, tmp_path_factory.mktemp("case"), rows=12)
@@ -52,9 +45,7 @@ def case_of(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_model_that_is_its_own_source_stays_as_it_is(
-    family: str, dtype: torch.dtype, case_of: Callable[..., Case], tmp_path: Path
-) -> None:
+def test_a_model_that_is_its_own_source_stays_as_it_is(family, dtype, case_of, tmp_path):
     case, out = case_of(family, dtype), tmp_path / "out"
     sources = dict.fromkeys(case.sources, case.merged)
     report = case.refit(out, sources=sources, strict=True, **OPTIONS)
@@ -72,9 +63,7 @@ def test_a_model_that_is_its_own_source_stays_as_it_is(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_of_two_sources_is_the_merged_model(
-    dtype: torch.dtype, case_of: Callable[..., Case], tmp_path: Path
-) -> None:
+def test_one_of_two_sources_is_the_merged_model(dtype, case_of, tmp_path):
     """The other one is learnt from, and what it moves is missing to the first."""
     case, out = case_of("olmoe", dtype), tmp_path / "out"
     report = case.refit(out, sources={**case.sources, "math": case.merged}, **OPTIONS)
@@ -87,9 +76,7 @@ def test_one_of_two_sources_is_the_merged_model(
 
 
 @pytest.mark.parametrize(("dtype", "moved"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
-def test_a_source_that_differs_a_little_is_learnt_from(
-    dtype: torch.dtype, moved: float, case_of: Callable[..., Case], tmp_path: Path
-) -> None:
+def test_a_source_that_differs_a_little_is_learnt_from(dtype, moved, case_of, tmp_path):
     """A map that writes to the hidden state, and nothing else of the first layer, is another."""
     case = case_of("olmoe", dtype)
     tensors, name = zoo.tensors(case.merged), "model.layers.0.self_attn.o_proj.weight"
@@ -113,7 +100,7 @@ def test_a_source_that_differs_a_little_is_learnt_from(
 # --- the bound ----------------------------------------------------------------------------------
 
 
-def test_an_outputs_rounding_by_hand() -> None:
+def test_an_outputs_rounding_by_hand():
     """(|3| + √12.5) · (2 · 2⁻⁸ + 4 · 3 · 2⁻²⁴) of a token that says 3 and 4, by nine terms."""
     assert unit(torch.bfloat16) == 2.0**-8
     says = torch.tensor([[3.0, -4.0]])
@@ -122,7 +109,7 @@ def test_an_outputs_rounding_by_hand() -> None:
     torch.testing.assert_close(of_output(says, torch.bfloat16, 9, 2.0), wanted)
 
 
-def test_a_states_rounding_by_hand() -> None:
+def test_a_states_rounding_by_hand():
     """A state of 8 that 2 and then 1 are added to, bfloat16: rounded at 10 and 11 and, in front of
     that, 2 and 1 twice each; float32's own roundings come on top, of 8, 10 and 11."""
     batch = batch_of("math", 1)
@@ -137,7 +124,7 @@ def test_a_states_rounding_by_hand() -> None:
     assert float(last) == pytest.approx((8 + 10 + 11 + 2 * 2 + 2 * 1) * 2.0**-8 + own * 29)
 
 
-def batch_of(domain: str, tokens: int) -> Batch:
+def batch_of(domain, tokens):
     ids = torch.zeros(1, tokens, dtype=torch.long)
     return Batch(domain, False, ids, torch.ones(1, tokens, dtype=torch.bool), (0,))
 
@@ -145,13 +132,13 @@ def batch_of(domain: str, tokens: int) -> Batch:
 @pytest.mark.parametrize(
     ("value", "alike"), [(0.5, True), (-1.0, True), (1.01, False), (float("nan"), False)]
 )
-def test_one_value_of_one_token_is_enough(value: float, alike: bool) -> None:
+def test_one_value_of_one_token_is_enough(value, alike):
     gap = torch.zeros(3000, 2)
     gap[2999, 1] = value
     check = RoundingCheck(["math", "code"])
     seen = []
 
-    def compared(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def compared(rows):
         seen.append(rows)
         return gap[rows], torch.ones_like(gap[rows])
 

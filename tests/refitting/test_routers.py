@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from moemerge.architectures.rules import Gate, Score
-from moemerge.refitting.routers import LEAST_SHARE, RouterFit, RouterProblem, fit_router
+from moemerge.refitting.routers import LEAST_SHARE, RouterProblem, fit_router
 from moemerge.routing import DomainFeatures
 
 EXPERTS, WIDTH = 8, 24
@@ -13,12 +10,12 @@ GATE = Gate(Score.SOFTMAX, top_k=2)
 STORED = (torch.float64, None)
 
 
-def drawn(*shape: int, seed: int) -> Tensor:
+def drawn(*shape, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def tokens(count: int, router: Tensor, seed: int, noise: float = 1.0) -> list[DomainFeatures]:
+def tokens(count, router, seed, noise=1.0):
     """Whose source routes by `router` on features of its own, which the merged model's are not."""
     x = drawn(count, WIDTH, seed=seed)
     targets = x @ router.T + noise * drawn(count, EXPERTS, seed=seed + 1)
@@ -26,20 +23,20 @@ def tokens(count: int, router: Tensor, seed: int, noise: float = 1.0) -> list[Do
 
 
 @pytest.fixture
-def merged() -> Tensor:
+def merged():
     return drawn(EXPERTS, WIDTH, seed=0)
 
 
 @pytest.fixture
-def source(merged: Tensor) -> Tensor:
+def source(merged):
     return merged + 0.3 * drawn(EXPERTS, WIDTH, seed=1)
 
 
-def fit(merged: Tensor, own: list[DomainFeatures], held: list[DomainFeatures]) -> RouterFit:
+def fit(merged, own, held):
     return fit_router(RouterProblem(GATE, merged, own, held), STORED, exact=True)
 
 
-def test_much_text_is_followed_all_the_way(merged: Tensor, source: Tensor) -> None:
+def test_much_text_is_followed_all_the_way(merged, source):
     own, held = tokens(4000, source, seed=2), tokens(400, source, seed=4)
     found = fit(merged, own, held)
     assert (found.share, found.kept) == (1.0, False)
@@ -47,9 +44,7 @@ def test_much_text_is_followed_all_the_way(merged: Tensor, source: Tensor) -> No
     assert found.held_after["math"] < found.held_before["math"]
 
 
-def test_little_text_is_followed_as_far_as_held_out_tokens_gain(
-    merged: Tensor, source: Tensor
-) -> None:
+def test_little_text_is_followed_as_far_as_held_out_tokens_gain(merged, source):
     own, held = tokens(120, source, seed=2), tokens(400, source, seed=4)
     found, whole = fit(merged, own, held), fit(merged, own, [])
     assert whole.share == 1.0
@@ -67,9 +62,7 @@ def test_little_text_is_followed_as_far_as_held_out_tokens_gain(
     assert found.held_before["math"] == pytest.approx(errors[0.0], rel=1e-9)
 
 
-def test_what_held_out_tokens_lose_by_is_not_followed_at_all(
-    merged: Tensor, source: Tensor
-) -> None:
+def test_what_held_out_tokens_lose_by_is_not_followed_at_all(merged, source):
     """Not even a little of the way, though a little might help: one row is easily pleased."""
     found = fit(merged, tokens(60, source, seed=2), tokens(400, merged, seed=4, noise=0.0))
     assert (found.share, found.kept) == (0.0, True)
@@ -88,11 +81,11 @@ GATES = {
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("kind", ["a mean", "an outlier", "dead channels", "one token"])
 @pytest.mark.parametrize("gate", GATES)
-def test_held_out_tokens_never_lose(gate: str, kind: str, seed: int) -> None:
+def test_held_out_tokens_never_lose(gate, kind, seed):
     merged = drawn(EXPERTS, WIDTH, seed=seed)
     source = merged + 0.3 * drawn(EXPERTS, WIDTH, seed=seed + 10)
 
-    def unkind(count: int, seed: int) -> list[DomainFeatures]:
+    def unkind(count, seed):
         x = drawn(count, WIDTH, seed=seed)
         if kind == "a mean":
             x += 20.0

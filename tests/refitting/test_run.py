@@ -1,12 +1,7 @@
 """A whole refit: what is written and said, refused, resumed and left alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,27 +14,20 @@ from moemerge.errors import (
     ArchitectureError,
     ConfigError,
     DataError,
-    MoeMergeError,
     NumericalError,
     ResourceError,
     UsageError,
 )
 from moemerge.features import settings as streaming
 from moemerge.refitting import loop
-from refitting.cases import Case, make_case
+from refitting.cases import make_case
 from refitting.test_maths import SMALL, assert_sums_of_bfloat16_values
 
-FAST: dict[str, Any] = {"ridge": 0.01, "holdout": 0.2, "router": "keep", "measure": False}
+FAST = {"ridge": 0.01, "holdout": 0.2, "router": "keep", "measure": False}
 
 
 @pytest.fixture(scope="module")
-def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Case:
-    base = zoo_folder("olmoe", num_hidden_layers=2)
-    return make_case(base, tmp_path_factory.mktemp("case"), rows=30, scale=0.1)
-
-
-@pytest.fixture(scope="module")
-def refitted(case: Case, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def refitted(case, tmp_path_factory):
     out = tmp_path_factory.mktemp("refitted") / "out"
     return out, case.refit(out)
 
@@ -47,7 +35,7 @@ def refitted(case: Case, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 # --- what is written ----------------------------------------------------------------------------
 
 
-def test_every_map_moves_and_nothing_else_does(case: Case, refitted: tuple[Path, Any]) -> None:
+def test_every_map_moves_and_nothing_else_does(case, refitted):
     out, report = refitted
     changed = calibrating.changed_tensors(case.merged, out)
     assert changed
@@ -59,7 +47,7 @@ def test_every_map_moves_and_nothing_else_does(case: Case, refitted: tuple[Path,
     assert report.totals["routers"] == 2
 
 
-def test_the_report_tells_of_every_map(refitted: tuple[Path, Any]) -> None:
+def test_the_report_tells_of_every_map(refitted):
     out, report = refitted
     document = json.loads((out / "moemerge_report.json").read_text())
     layers = document["refit"]["layers"]
@@ -96,13 +84,13 @@ def test_the_report_tells_of_every_map(refitted: tuple[Path, Any]) -> None:
     assert "drift refitted" in card
 
 
-def test_the_resolved_config_makes_it_again(refitted: tuple[Path, Any], tmp_path: Path) -> None:
+def test_the_resolved_config_makes_it_again(refitted, tmp_path):
     out, _ = refitted
     moemerge.run(out / "moemerge_config.yml", tmp_path / "again")
     assert calibrating.changed_tensors(tmp_path / "again", out) == set()
 
 
-def test_without_a_base_it_says_what_that_may_cost(case: Case, tmp_path: Path) -> None:
+def test_without_a_base_it_says_what_that_may_cost(case, tmp_path):
     told = "no source is the base model"
     report = case.refit(tmp_path / "out", **FAST)
     assert any(told in notice for notice in report.notices)
@@ -112,7 +100,7 @@ def test_without_a_base_it_says_what_that_may_cost(case: Case, tmp_path: Path) -
     assert not any(told in notice for notice in report.notices)
 
 
-def test_a_page_of_before_and_after(case: Case, tmp_path: Path) -> None:
+def test_a_page_of_before_and_after(case, tmp_path):
     pytest.importorskip("plotly")
     page, out = tmp_path / "page.html", tmp_path / "out"
     case.refit(out, report=page, **FAST)
@@ -133,14 +121,14 @@ def test_a_page_of_before_and_after(case: Case, tmp_path: Path) -> None:
         ("router", ("mlp.gate.weight",)),
     ],
 )
-def test_parts_alone(case: Case, parts: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_parts_alone(case, parts, words, tmp_path):
     case.refit(tmp_path / "out", ridge=0.01, parts=parts)
     changed = calibrating.changed_tensors(case.merged, tmp_path / "out")
     assert changed
     assert all(any(word in name for word in words) for name in changed)
 
 
-def test_some_layers_alone(case: Case, tmp_path: Path) -> None:
+def test_some_layers_alone(case, tmp_path):
     report = case.refit(tmp_path / "out", layers="1", **FAST)
     changed = calibrating.changed_tensors(case.merged, tmp_path / "out")
     assert changed
@@ -148,7 +136,7 @@ def test_some_layers_alone(case: Case, tmp_path: Path) -> None:
     assert any("the head keeps its merged weights" in notice for notice in report.notices)
 
 
-def test_routers_by_harc_are_those_of_a_calibration(case: Case, tmp_path: Path) -> None:
+def test_routers_by_harc_are_those_of_a_calibration(case, tmp_path):
     """Where nothing else moves, the two jobs solve the same systems."""
     case.refit(tmp_path / "refit", parts="router", router="harc", ridge=1.0, holdout=0.0)
     moemerge.calibrate(
@@ -159,7 +147,7 @@ def test_routers_by_harc_are_those_of_a_calibration(case: Case, tmp_path: Path) 
         torch.testing.assert_close(mine[name], router, rtol=1e-4, atol=1e-6)
 
 
-def test_exact_routers_are_those_of_a_calibration(case: Case, tmp_path: Path) -> None:
+def test_exact_routers_are_those_of_a_calibration(case, tmp_path):
     weights = {"code": 3.0}
     case.refit(tmp_path / "refit", parts="router", ridge=1.0, holdout=0.0, weights=weights)
     moemerge.calibrate(
@@ -187,14 +175,14 @@ class Killed(BaseException):
 
 
 @pytest.fixture
-def killed_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def killed_after(monkeypatch):
     """`killed_after(n)`: the next run dies when it has finished n layers."""
 
-    def arrange(count: int) -> None:
+    def arrange(count):
         left = [count]
         finish = loop.RefitLoop._finish_layer
 
-        def dying(self: Any) -> None:
+        def dying(self):
             finish(self)
             left[0] -= 1
             if left[0] < 0:
@@ -207,13 +195,8 @@ def killed_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("finished", [0, 1, 2])
 def test_a_resumed_run_ends_with_the_same_bytes(
-    case: Case,
-    refitted: tuple[Path, Any],
-    finished: int,
-    killed_after: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    case, refitted, finished, killed_after, monkeypatch, tmp_path
+):
     out = tmp_path / "out"
     killed_after(finished)
     with pytest.raises(Killed):
@@ -231,9 +214,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(
 # --- parked elsewhere ---------------------------------------------------------------------------
 
 
-def test_where_activations_wait_does_not_matter(
-    case: Case, refitted: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_where_activations_wait_does_not_matter(case, refitted, tmp_path):
     report = case.refit(tmp_path / "out", offload="disk")
     assert report.offload == "disk"
     assert calibrating.weights(tmp_path / "out") == calibrating.weights(refitted[0])
@@ -242,7 +223,7 @@ def test_where_activations_wait_does_not_matter(
 # --- refusals -----------------------------------------------------------------------------------
 
 
-def spoil(source: Path, out: Path, name: str, value: float) -> Path:
+def spoil(source, out, name, value):
     """A copy of a model with one bad number."""
     shutil.copytree(source, out)
     with zoo.edited(out) as tensors:
@@ -259,9 +240,7 @@ def spoil(source: Path, out: Path, name: str, value: float) -> Path:
         "model.layers.1.mlp.gate.weight",
     ],
 )
-def test_nan_is_named_and_nothing_is_written(
-    case: Case, who: str, name: str, tmp_path: Path
-) -> None:
+def test_nan_is_named_and_nothing_is_written(case, who, name, tmp_path):
     sources, merged = dict(case.sources), case.merged
     if who == "source":
         sources["code"] = spoil(case.sources["code"], tmp_path / "bad", name, float("nan"))
@@ -275,7 +254,7 @@ def test_nan_is_named_and_nothing_is_written(
     assert calibrating.leftovers(tmp_path / "out") == []
 
 
-def test_states_of_a_source_that_overflow_are_named(case: Case, tmp_path: Path) -> None:
+def test_states_of_a_source_that_overflow_are_named(case, tmp_path):
     """Its weights are finite; what they give is not."""
     name = "model.layers.0.self_attn.o_proj.weight"
     bad = spoil(case.sources["code"], tmp_path / "bad", name, 3e38)
@@ -285,9 +264,7 @@ def test_states_of_a_source_that_overflow_are_named(case: Case, tmp_path: Path) 
     assert calibrating.leftovers(tmp_path / "out") == []
 
 
-def test_a_source_of_another_shape(
-    case: Case, zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_source_of_another_shape(case, zoo_folder, tmp_path):
     for other, error in (
         (zoo_folder("olmoe", num_hidden_layers=3), "has 3 layers"),
         (zoo_folder("olmoe", num_hidden_layers=2, intermediate_size=16), "down_proj is"),
@@ -298,10 +275,8 @@ def test_a_source_of_another_shape(
     assert not (tmp_path / "out").exists()
 
 
-def test_too_little_memory_is_told_before_a_weight_is_read(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
+def test_too_little_memory_is_told_before_a_weight_is_read(case, tmp_path, monkeypatch):
+    read = []
     monkeypatch.setattr(streaming, "available_memory", lambda device: 100_000)
     monkeypatch.setattr(Checkpoint, "read", lambda self, name, *rest: read.append(name))
     with pytest.raises(ResourceError, match=r"refitting needs about .*B on cpu"):
@@ -310,9 +285,7 @@ def test_too_little_memory_is_told_before_a_weight_is_read(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_head_is_expected_to_take_memory_by_its_rows(
-    zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_head_is_expected_to_take_memory_by_its_rows(zoo_folder, tmp_path):
     """Their sums are of what it reads: the square of its rows is nowhere."""
     expected = []
     for rows in (2048, 4096):
@@ -322,8 +295,8 @@ def test_a_head_is_expected_to_take_memory_by_its_rows(
     assert 0 < expected[1] - expected[0] < 2**26  # squares would differ by ten times as much
 
 
-def test_names_text_and_weights_must_fit(case: Case, tmp_path: Path) -> None:
-    bad: list[tuple[type[MoeMergeError], str, dict[str, Any]]] = [
+def test_names_text_and_weights_must_fit(case, tmp_path):
+    bad = [
         (UsageError, "source 'code' has no data", {"data": {"math": case.data["math"]}}),
         (UsageError, "a weight for 'maths'", {"weights": {"maths": 2.0}}),
         (UsageError, "the weight of 'math' is 0", {"weights": {"math": 0.0}}),
@@ -342,7 +315,7 @@ def test_names_text_and_weights_must_fit(case: Case, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_text_too_short(case: Case, tmp_path: Path) -> None:
+def test_text_too_short(case, tmp_path):
     """A lone row cannot be held out; few tokens cannot determine an expert, which is said."""
     short = tmp_path / "short.jsonl"
     short.write_text(json.dumps({"text": "the sum of one and two"}) + "\n")
@@ -351,7 +324,7 @@ def test_text_too_short(case: Case, tmp_path: Path) -> None:
         case.refit(tmp_path / "out", data=data)
     data = dict.fromkeys(case.data, short)
     notes = zoo.Notes()
-    options: dict[str, Any] = {"ridge": 0.1, "holdout": 0.0, "progress": notes}
+    options = {"ridge": 0.1, "holdout": 0.0, "progress": notes}
     report = case.refit(tmp_path / "out", data=data, **options)
     (told,) = [notice for notice in report.notices if "by fewer tokens than inputs" in notice]
     assert "expert" in told
@@ -360,13 +333,13 @@ def test_text_too_short(case: Case, tmp_path: Path) -> None:
     assert told in notes.said  # not only in the report
 
 
-def test_strict_refuses_a_map_that_stays_as_merged(case: Case, tmp_path: Path) -> None:
+def test_strict_refuses_a_map_that_stays_as_merged(case, tmp_path):
     """Text of the one domain under the other's name: held-out rows of a lone row lose."""
     short = tmp_path / "short.jsonl"
     rows = ["the sum of one and two", "def code return print for in range"]
     short.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     data = dict.fromkeys(case.data, short)
-    options: dict[str, Any] = {"ridge": 1e-6, "holdout": 0.5, "router": "keep", "data": data}
+    options = {"ridge": 1e-6, "holdout": 0.5, "router": "keep", "data": data}
     report = case.refit(tmp_path / "out", **options)
     assert any("keeps its merged weights: held-out rows would lose" in n for n in report.notices)
     with pytest.raises(NumericalError, match="keeps its merged weights"):
@@ -374,17 +347,12 @@ def test_strict_refuses_a_map_that_stays_as_merged(case: Case, tmp_path: Path) -
     assert not (tmp_path / "strict").exists()
 
 
-CaseOf = Callable[..., Any]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", ["device", "cpu"])
 @pytest.mark.parametrize("family", ["olmoe", "qwen2_moe", "gpt_oss", "deepseek_v3"])
-def test_the_device_does_not_matter(
-    family: str, offload: str, zoo_folder: CaseOf, tmp_path: Path
-) -> None:
+def test_the_device_does_not_matter(family, offload, zoo_folder, tmp_path):
     case = make_case(zoo_folder(family), tmp_path / "case")
-    settings: dict[str, Any] = {"ridge": 0.01, "holdout": 0.2, "router": "keep"}
+    settings = {"ridge": 0.01, "holdout": 0.2, "router": "keep"}
     case.refit(tmp_path / "cpu", device="cpu", **settings)
     case.refit(tmp_path / "gpu", device="cuda", offload=offload, **settings)
     before, one, two = (zoo.tensors(p) for p in (case.merged, tmp_path / "cpu", tmp_path / "gpu"))
@@ -395,7 +363,7 @@ def test_the_device_does_not_matter(
 
 
 @pytest.mark.gpu
-def test_a_bfloat16_checkpoint_gains(zoo_folder: CaseOf, tmp_path: Path) -> None:
+def test_a_bfloat16_checkpoint_gains(zoo_folder, tmp_path):
     base = zoo_folder("olmoe", dtype=torch.bfloat16)
     case = make_case(base, tmp_path / "case", rows=60, scale=0.1)
     report = case.refit(tmp_path / "out", device="cuda")
@@ -411,6 +379,6 @@ def test_a_bfloat16_checkpoint_gains(zoo_folder: CaseOf, tmp_path: Path) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("ridge", SMALL)
 @pytest.mark.parametrize("tokens", [5_000, 200_000])
-def test_sums_of_bfloat16_values(tokens: int, ridge: float) -> None:
+def test_sums_of_bfloat16_values(tokens, ridge):
     within = {1e-5: 2e-3, 1e-3: 6e-4}[ridge]
     assert_sums_of_bfloat16_values(torch.device("cuda"), tokens, ridge, width=512, within=within)

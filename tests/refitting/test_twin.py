@@ -1,10 +1,5 @@
 """Every refitted map is that of a dense float64 computation with nothing of ours in it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -19,7 +14,7 @@ RIDGE = 0.003
 FAMILIES = ("qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v3")
 
 
-def worst(twin: Twin, out: Path) -> tuple[float, str]:
+def worst(twin, out):
     """The largest error of any map, as a share of its move; other tensors must be untouched."""
     found = (0.0, "")
     for name, new in whole_model(out).named_parameters():
@@ -42,9 +37,7 @@ def worst(twin: Twin, out: Path) -> tuple[float, str]:
 @pytest.mark.parametrize(
     ("family", "sources"), [*((family, 2) for family in FAMILIES), ("olmoe", 3)]
 )
-def test_every_map_is_the_dense_one(
-    family: str, sources: int, zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_every_map_is_the_dense_one(family, sources, zoo_folder, tmp_path):
     base = zoo_folder(family, num_hidden_layers=2)
     case = make_case(base, tmp_path / "case", sources=sources, rows=6)
     case.refit(tmp_path / "out", ridge=RIDGE, holdout=0.0, router="keep")
@@ -53,7 +46,7 @@ def test_every_map_is_the_dense_one(
     assert error < 1e-4, where
 
 
-def test_weights_of_sources_and_a_tied_head(tmp_path: Path) -> None:
+def test_weights_of_sources_and_a_tied_head(tmp_path):
     """A dense model, its head tied to its embedding; one source counts three times."""
     base = zoo.dense_llama(tmp_path / "base", tied=True, qwen=True, layers=2)
     case = make_case(base, tmp_path / "case", rows=6)
@@ -64,9 +57,7 @@ def test_weights_of_sources_and_a_tied_head(tmp_path: Path) -> None:
     assert any("shares its matrix with the embedding" in notice for notice in report.notices)
 
 
-def test_another_layout_in_float64_is_right_to_the_last_digit_stored(
-    zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_another_layout_in_float64_is_right_to_the_last_digit_stored(zoo_folder, tmp_path):
     """Experts stored as stacks; what is left is rounding to float32."""
     case = make_case(zoo_folder("olmoe", fused=True), tmp_path / "case", rows=6)
     case.refit(tmp_path / "out", ridge=RIDGE, holdout=0.0, router="keep", dtype="float64")

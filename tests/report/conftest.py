@@ -1,9 +1,6 @@
 """A headless Chromium, where the machine has one."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
 
 import pytest
 
@@ -22,7 +19,7 @@ FLAGS = (
 
 
 @pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory):
     selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     service = pytest.importorskip("selenium.webdriver.chrome.service")
     chromium = shutil.which("chromium") or shutil.which("google-chrome")

@@ -1,18 +1,13 @@
 """The page in a browser: it draws, asks for nothing, sorts, changes colours, fits and prints."""
 
-from __future__ import annotations
-
 import csv
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from moemerge.report.page import write_page
-from report.browser import Browser
-from report.sample import HOSTILE, grown, hostile, renamed, sample_document
+from report.sample import HOSTILE, hostile, renamed, sample_document
 
 pytest.importorskip("plotly")
 LAYERS, EXPERTS, DOMAINS, MODELS = 6, 16, 2, 2
@@ -63,18 +58,18 @@ return Object.fromEntries(["paper", "surface", "ink", "text", "muted", "accent-w
 
 
 @pytest.fixture(scope="session")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory):
     document = sample_document(layers=LAYERS, experts=EXPERTS, top_k=4, domains=DOMAINS)
     return write_page(document, tmp_path_factory.mktemp("page") / "diagnosis.html")
 
 
-def check_quiet(browser: Browser, path: Path) -> None:
+def check_quiet(browser, path):
     assert browser.run("return document.documentElement.dataset.ready") == "yes"
     assert browser.console() == []
     assert browser.asked_for() == [path.as_uri()]
 
 
-def check_marks(browser: Browser, layers: int, domains: int, models: int) -> None:
+def check_marks(browser, layers, domains, models):
     """Every chart has the marks that its figures ask for."""
     marks = browser.run(MARKS)
     for domain in range(domains):
@@ -94,26 +89,26 @@ def check_marks(browser: Browser, layers: int, domains: int, models: int) -> Non
     assert all(any(counts.values()) for counts in marks.values())
 
 
-def check_legible(browser: Browser) -> None:
+def check_legible(browser):
     assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
     assert browser.run(OUTSIDE) == []
     assert browser.run(SMALL, SMALLEST_TEXT) == []
     assert browser.run(CLIPPED) == 0
 
 
-def luminance(colour: str) -> float:
+def luminance(colour):
     channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one, other):
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (500, "dark")])
-def test_it_draws_quietly_and_legibly(browser: Browser, page: Path, width: int, theme: str) -> None:
+def test_it_draws_quietly_and_legibly(browser, page, width, theme):
     browser.open(page, width=width, theme=theme)
     check_quiet(browser, page)
     check_marks(browser, LAYERS, DOMAINS, MODELS)
@@ -129,7 +124,7 @@ def test_it_draws_quietly_and_legibly(browser: Browser, page: Path, width: int, 
     assert min(contrast(colour, colours["surface"]) for colour in models) >= LINE_CONTRAST
 
 
-def column(browser: Browser, key: str) -> list[str]:
+def column(browser, key):
     return list(
         browser.run(
             """
@@ -143,7 +138,7 @@ def column(browser: Browser, key: str) -> list[str]:
     )
 
 
-def test_the_page_can_be_operated(browser: Browser, page: Path, tmp_path: Path) -> None:
+def test_the_page_can_be_operated(browser, page, tmp_path):
     """Sort by click and by key, download, select, change the theme, and print."""
     browser.open(page)
     before = column(browser, "mismatch")
@@ -209,7 +204,7 @@ def test_the_page_can_be_operated(browser: Browser, page: Path, tmp_path: Path) 
     browser.run("localStorage.clear()")
 
 
-def test_hostile_labels_stay_text(browser: Browser, tmp_path: Path) -> None:
+def test_hostile_labels_stay_text(browser, tmp_path):
     document = renamed(hostile(sample_document(layers=2, experts=8, domains=2)))
     path = write_page(document, tmp_path / "hostile.html")
     browser.open(path, width=400)
@@ -227,11 +222,9 @@ def test_hostile_labels_stay_text(browser: Browser, tmp_path: Path) -> None:
         {"layers": 1, "experts": 8, "domains": 1, "models": ("model",), "top_k": 2},
     ],
 )
-def test_large_and_small_models_are_drawn(
-    browser: Browser, tmp_path: Path, shape: dict[str, Any]
-) -> None:
-    start = sample_document(**(shape | {"layers": 1}), tokens=64, swaps=False, calibration=False)
-    path = write_page(grown(start, shape["layers"]), tmp_path / "page.html")
+def test_large_and_small_models_are_drawn(browser, tmp_path, shape):
+    document = sample_document(**shape, swaps=False, calibration=False)
+    path = write_page(document, tmp_path / "page.html")
     browser.open(path)
     check_quiet(browser, path)
     check_legible(browser)

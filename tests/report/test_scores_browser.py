@@ -1,7 +1,5 @@
 """The page of an evaluation in a browser: it asks for nothing, filters, escapes and fits."""
 
-from __future__ import annotations
-
 import pytest
 
 from experiments.test_verdicts import ROWS, summary_of
@@ -55,15 +53,6 @@ def test_problems_that_were_won_and_lost(browser, page, document):
     assert [text.split(" says")[0] for text in texts] == ["merged", "calibrated"]
     grades = [e.text for e in browser.driver.find_elements("css selector", "#problem .grade")]
     assert grades[:2] == ["wrong", "right"]
-
-
-def test_texts_are_texts(browser, page):
-    browser.open(page)
-    browser.run(SELECT, "show", "all")
-    assert HOSTILE in browser.find("#problem .prompt").text
-    assert HOSTILE in browser.find(".notes li").text
-    assert browser.run('return document.querySelectorAll("img, main script").length;') == 0
-    assert browser.console() == []
 
 
 def test_search_and_another_task(browser, page):

@@ -1,7 +1,5 @@
 """Names are cut to what tells them apart; numbers have the digits that matter."""
 
-from __future__ import annotations
-
 import pytest
 
 from moemerge.report.words import (
@@ -32,11 +30,11 @@ from moemerge.report.words import (
         ([], []),
     ],
 )
-def test_display_names(labels: list[str], names: list[str]) -> None:
+def test_display_names(labels, names):
     assert display_names(labels) == names
 
 
-def test_numbers_and_labels_for_people() -> None:
+def test_numbers_and_labels_for_people():
     assert [percent(v) for v in (0.1234, 0.00123, 0.0, 1.0, None)] == [
         "12.3%", "0.12%", "0.0%", "100.0%", "–",
     ]  # fmt: skip
@@ -49,7 +47,7 @@ def test_numbers_and_labels_for_people() -> None:
     assert layers_in_words([0, 2, 4, 6, 8]) == "5 layers"
 
 
-def test_a_quantity_says_how_its_value_is_written() -> None:
+def test_a_quantity_says_how_its_value_is_written():
     texts = {
         Quantity.SHARE: "12.3%",
         Quantity.NATS: "0.123",
@@ -67,7 +65,7 @@ def test_a_quantity_says_how_its_value_is_written() -> None:
     assert 1e300 < perplexity(1e9) < float("inf")
 
 
-def test_a_figure_may_be_a_part_of_another() -> None:
+def test_a_figure_may_be_a_part_of_another():
     figure = FigureWords("lost", "lost", "choices lost", Quantity.COUNT, out_of="all")
     assert figure.text({"lost": 4.25, "all": 16}) == "4.2/16"
     assert figure.text({"lost": 4.25}) == "4.2"

@@ -1,7 +1,5 @@
 """Small shares of the robustness campaigns of tools/."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -15,20 +13,20 @@ from processes import environment, python
 from together import LIMIT
 from tools import fuzz_parsers, power_loss
 from tools.fuzz import corpus
-from tools.power_loss import Change, Name, Sync, Write
+from tools.power_loss import Name, Sync, Write
 
 PARTIAL, FILE = 1, 2
-MADE: list[Change] = [
+MADE = [
     Name(0, ".partial", PARTIAL),
     Name(PARTIAL, "x", FILE),
     Write(FILE, 0, b"all"),
 ]
-RENAMED: list[Change] = [Name(0, "out", PARTIAL, (0, ".partial")), Sync(0)]
+RENAMED = [Name(0, "out", PARTIAL, (0, ".partial")), Sync(0)]
 
 
-def found(changes: list[Change]) -> set[bytes | None]:
+def found(changes):
     """Return every content of out/x after a power loss; None if OUT exists without the file."""
-    contents: set[bytes | None] = set()
+    contents = set()
     for seed in range(200):
         disk = power_loss.after_power_loss(changes, {0, PARTIAL}, random.Random(seed))
         tree = dict(disk.tree())
@@ -37,14 +35,14 @@ def found(changes: list[Change]) -> set[bytes | None]:
     return contents
 
 
-def test_the_model_finds_missing_syncs() -> None:
+def test_the_model_finds_missing_syncs():
     assert found([*MADE, Sync(FILE), Sync(PARTIAL), *RENAMED]) == {b"all"}
     assert None in found([*MADE, Sync(FILE), *RENAMED])  # the folder's names were not synced
     assert found([*MADE, Sync(PARTIAL), *RENAMED]) > {b"all"}  # nor the file
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="the calls are recorded by strace")
-def test_a_merge_survives_a_power_loss(tmp_path: Path) -> None:
+def test_a_merge_survives_a_power_loss(tmp_path):
     (tmp_path / "corpus").mkdir()
     corpus.write_files(tmp_path / "corpus")
     campaign = power_loss.Campaign("merge", tmp_path / "corpus", Path(os.path.realpath(tmp_path)))
@@ -65,9 +63,7 @@ ROOT = Path(__file__).parents[2]
     [("--count", "12"), pytest.param(("--count", "38", "--controls"), marks=pytest.mark.slow)],
     ids=["some", "every kind, and valid files"],
 )
-def test_hostile_files_are_refused_and_valid_ones_are_not(
-    chosen: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_files_are_refused_and_valid_ones_are_not(chosen, tmp_path, monkeypatch):
     """In a separate process: this one has threads and must not fork."""
     monkeypatch.chdir(ROOT)
     done = python(
@@ -79,15 +75,15 @@ def test_hostile_files_are_refused_and_valid_ones_are_not(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_parsers_accept_or_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parsers_accept_or_refuse(tmp_path, capsys):
     chosen = fuzz_parsers.targets(tmp_path)
     assert fuzz_parsers.campaign(chosen, 4000, seed=7, seconds=60) == 0, capsys.readouterr().out
     for name in ("rows", "safetensors header", "config.json", "adapter config"):
         assert {"refused", "accepted"} <= set(chosen[name].outcomes), name
 
 
-def test_a_crash_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def parse(data: bytes) -> None:
+def test_a_crash_is_found(tmp_path, capsys):
+    def parse(data):
         data.decode("ascii")
 
     broken = fuzz_parsers.Target(parse, [b'{"text": "one"}'], 1)
@@ -97,7 +93,7 @@ def test_a_crash_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT)
-def test_a_killed_rank_ends_the_others_and_any_number_resumes(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_others_and_any_number_resumes(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tools.faults.ranks", "--kills", "1", "--verb", "refit"],
         cwd=Path(__file__).parents[2],

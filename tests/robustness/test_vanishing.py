@@ -1,11 +1,8 @@
 """Models that vanish or change while a job reads them: a clear error and no output."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,15 +12,15 @@ from moemerge.errors import CheckpointError
 from moemerge.runtime.progress import Silent
 
 
-def unlink(model: Path) -> None:
+def unlink(model):
     (model / "model.safetensors").unlink()
 
 
-def rename(model: Path) -> None:
+def rename(model):
     model.rename(model.with_name("elsewhere"))
 
 
-def touch(model: Path) -> None:
+def touch(model):
     os.utime(model / "model.safetensors")
 
 
@@ -33,21 +30,21 @@ HOW = (unlink, rename, touch)
 class Meanwhile(Silent):
     """A progress bar that calls a function once, after the work has started."""
 
-    def __init__(self, what: Callable[[], None]) -> None:
+    def __init__(self, what):
         self._what: Callable[[], None] | None = what
 
-    def advance(self, amount: int) -> None:
+    def advance(self, amount):
         what, self._what = self._what, None
         if what is not None:
             what()
 
 
 @pytest.fixture
-def case(zoo_folder: Callable[..., Path], tmp_path: Path) -> cases.Case:
+def case(zoo_folder, tmp_path):
     return cases.make_case(zoo_folder("olmoe", num_hidden_layers=2), tmp_path, rows=6)
 
 
-def jobs(case: cases.Case, out: Path) -> dict[str, Callable[[Silent], object]]:
+def jobs(case, out):
     models = [{"model": str(path), "name": name} for name, path in case.sources.items()]
     config = {"merge_method": "linear", "models": models, "parameters": {"weight": 0.5}}
     text = {"sources": case.sources, "data": case.data}
@@ -72,9 +69,7 @@ def jobs(case: cases.Case, out: Path) -> dict[str, Callable[[Silent], object]]:
         ("stats", unlink),
     ],
 )
-def test_no_output_is_made_of_a_source_that_vanishes(
-    job: str, how: Callable[[Path], None], case: cases.Case, tmp_path: Path
-) -> None:
+def test_no_output_is_made_of_a_source_that_vanishes(job, how, case, tmp_path):
     out = tmp_path / "out"
     shutil.copy(case.merged / "tokenizer.json", case.sources["math"])
     shutil.copy(case.merged / "tokenizer_config.json", case.sources["math"])
@@ -86,9 +81,7 @@ def test_no_output_is_made_of_a_source_that_vanishes(
 
 
 @pytest.mark.parametrize("how", [unlink, rename])
-def test_a_merge_that_vanishes_is_not_calibrated(
-    how: Callable[[Path], None], case: cases.Case, tmp_path: Path
-) -> None:
+def test_a_merge_that_vanishes_is_not_calibrated(how, case, tmp_path):
     job = jobs(case, tmp_path / "out")["calibrate"]
     with pytest.raises(CheckpointError, match=r"was changed or replaced|cannot be read|is missing"):
         job(Meanwhile(lambda: how(case.merged)))

@@ -1,11 +1,7 @@
 """Every product that a solve requests was launched before, so that its kernels are compiled."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +10,6 @@ from torch import Tensor
 from moemerge.errors import DataError
 from moemerge.kernels.fused import Shift
 from moemerge.routing import (
-    DomainFeatures,
     Preconditioner,
     SolveSettings,
     measure_routers,
@@ -31,17 +26,16 @@ ASKED = (
     *("logits", "working_logits", "solver_logits", "outer", "squares"),
     *("add_curvature", "moment", "add_weighted"),
 )
-Asked = set[tuple[Any, ...]]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+def asked(monkeypatch):
     """Products that features were asked for, with all of their arguments that a kernel is made
     for: rows of matrices, the kind of weights, the precision; tokens do not count."""
-    seen: Asked = set()
+    seen = set()
 
-    def heard(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def product(self: PlainFeatures, *arguments: Any) -> Any:
+    def heard(name, plain):
+        def product(self, *arguments):
             tokens = self.x.shape[0]
             seen.add((name, *(trait for a in arguments for trait in traits(a, tokens))))
             return plain(self, *arguments)
@@ -53,7 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return seen
 
 
-def traits(argument: Any, tokens: int) -> Iterator[Any]:
+def traits(argument, tokens):
     if isinstance(argument, Tensor):
         # (tokens, K) or (K, d): what counts is K.
         yield argument.shape[1] if argument.shape[0] == tokens else argument.shape[0]
@@ -68,7 +62,7 @@ def traits(argument: Any, tokens: int) -> Iterator[Any]:
         yield None
 
 
-def problem(*, bias: bool, source_targets: bool) -> list[DomainFeatures]:
+def problem(*, bias, source_targets):
     return make_domains(
         2, experts=6, width=40, tokens=700, dtype=torch.float32, move=0.2,
         bias=bias, source_targets=source_targets,
@@ -83,9 +77,7 @@ def problem(*, bias: bool, source_targets: bool) -> list[DomainFeatures]:
     ],
 )
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_solve_asks_for_nothing_else(
-    gate: Any, curvature: Curvature, bias: bool, asked: Asked
-) -> None:
+def test_a_solve_asks_for_nothing_else(gate, curvature, bias, asked):
     domains = problem(bias=bias, source_targets=bias)
     compile_kernels(gate, domains[0], curvature)
     compiled_products = set(asked)
@@ -102,7 +94,7 @@ def test_a_solve_asks_for_nothing_else(
     assert asked <= compiled_products
 
 
-def test_so_do_newtons_systems(asked: Asked) -> None:
+def test_so_do_newtons_systems(asked):
     domains = problem(bias=False, source_targets=True)
     compile_kernels(GATES["softmax"], domains[0])
     compiled_products = set(asked)
@@ -110,14 +102,14 @@ def test_so_do_newtons_systems(asked: Asked) -> None:
     assert asked <= compiled_products
 
 
-def test_no_token_is_refused() -> None:
+def test_no_token_is_refused():
     (domain, _) = problem(bias=False, source_targets=False)
     with pytest.raises(DataError, match="has no token"):
         compile_kernels(GATES["softmax"], replace(domain, features=[domain.features[0][:0]]))
 
 
-def test_a_system_without_threads_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object, **__: object) -> None:
+def test_a_system_without_threads_is_no_reason_to_fail(monkeypatch):
+    def refused(*_, **__):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
@@ -126,7 +118,7 @@ def test_a_system_without_threads_is_no_reason_to_fail(monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
-def test_on_a_gpu_a_solve_compiles_nothing_more(bias: bool) -> None:
+def test_on_a_gpu_a_solve_compiles_nothing_more(bias):
     knobs = pytest.importorskip("triton.knobs")
     domains = [
         replace(
@@ -138,7 +130,7 @@ def test_on_a_gpu_a_solve_compiles_nothing_more(bias: bool) -> None:
     ]
     gate = GATES["softmax"]
     compile_kernels(gate, domains[0])
-    compiled: list[str] = []
+    compiled = []
     before = knobs.compilation.listener
     knobs.compilation.listener = lambda **options: compiled.append(str(options["src"].name))
     try:

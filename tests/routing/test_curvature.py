@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -31,7 +29,7 @@ each_curvature = pytest.mark.parametrize("curvature", list(Curvature))
 
 
 @each_gate
-def test_token_curvature_equals_the_autograd_hessian(gate: Gate) -> None:
+def test_token_curvature_equals_the_autograd_hessian(gate):
     torch.manual_seed(0)
     z = 2.0 * torch.randn(7, 5, dtype=torch.float64)
     full = token_weights(gate, z, Curvature.FULL, torch.float64)
@@ -48,9 +46,7 @@ def test_token_curvature_equals_the_autograd_hessian(gate: Gate) -> None:
 @pytest.mark.parametrize(("dense", "diagonal"), [(0.9, 0.1), (1.0, 0.15)])
 @each_curvature
 @pytest.mark.parametrize("count", [1, 3])
-def test_operator_equals_its_dense_twin(
-    count: int, curvature: Curvature, dense: float, diagonal: float
-) -> None:
+def test_operator_equals_its_dense_twin(count, curvature, dense, diagonal):
     domains = make_domains(count, tokens=20)
     operator = operator_of(domains, curvature=curvature, dense=dense, diagonal=diagonal)
     a, b = dense_system(SOFTMAX, domains, curvature, dense, diagonal)
@@ -65,9 +61,7 @@ def test_operator_equals_its_dense_twin(
 @each_gate
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("source_targets", [False, True])
-def test_every_gate_with_bias_columns_and_source_targets(
-    gate: Gate, bias: bool, source_targets: bool
-) -> None:
+def test_every_gate_with_bias_columns_and_source_targets(gate, bias, source_targets):
     domains = make_domains(2, tokens=15, bias=bias, source_targets=source_targets)
     assert domains[0].has_bias is bias
     operator = operator_of(domains, gate)
@@ -79,7 +73,7 @@ def test_every_gate_with_bias_columns_and_source_targets(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_precisions(dtype: torch.dtype) -> None:
+def test_precisions(dtype):
     domains = make_domains(2, dtype=dtype, experts=6, width=16, tokens=300)
     operator = operator_of(domains)
     assert operator.dtype is torch.float32
@@ -91,7 +85,7 @@ def test_precisions(dtype: torch.dtype) -> None:
     v = torch.randn(6, 16, dtype=torch.float64)
     want = exact.mv(v)
 
-    def error(got: torch.Tensor) -> float:
+    def error(got):
         return float((got - want).norm() / want.norm())
 
     assert operator.mv(v).dtype is torch.float64
@@ -106,7 +100,7 @@ def test_precisions(dtype: torch.dtype) -> None:
     torch.testing.assert_close(operator.rhs(), torch.stack(single).sum(0), rtol=1e-10, atol=1e-12)
 
 
-def test_chunks_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_do_not_change_the_answer(monkeypatch):
     domains = make_domains(2, tokens=50, source_targets=True)
     v = torch.randn(4, 5, dtype=torch.float64)
     whole = operator_of(domains)
@@ -117,7 +111,7 @@ def test_chunks_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_each_domain_counts_the_same_whatever_its_size() -> None:
+def test_each_domain_counts_the_same_whatever_its_size():
     small, large = make_domains(2, tokens=30)
     doubled = replace(large, features=list(large.features) * 5)
     one = operator_of([small, large])
@@ -127,7 +121,7 @@ def test_each_domain_counts_the_same_whatever_its_size() -> None:
 
 
 @pytest.mark.parametrize("score", [Score.SOFTMAX, Score.SIGMOID])
-def test_rounding_never_makes_the_curvature_indefinite(score: Score) -> None:
+def test_rounding_never_makes_the_curvature_indefinite(score):
     torch.manual_seed(1)
     z = 30.0 * torch.randn(2000, 8, dtype=torch.float64)  # nearly certain routing
     weights = token_weights(Gate(score, 2), z, Curvature.FULL, torch.float32)
@@ -139,13 +133,13 @@ def test_rounding_never_makes_the_curvature_indefinite(score: Score) -> None:
     assert float(smallest.min()) > -1e-15
 
 
-def test_newton_statistics_are_gradient_and_hessian_of_the_mean_divergence() -> None:
+def test_newton_statistics_are_gradient_and_hessian_of_the_mean_divergence():
     for source_targets in (False, True):
         (domain,) = make_domains(1, tokens=15, source_targets=source_targets)
         at = torch.randn(4, 5, dtype=torch.float64)
         x, targets = tokens_of(domain)
 
-        def objective(flat: torch.Tensor, x=x, targets=targets) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        def objective(flat, x=x, targets=targets):
             z = x @ flat.reshape(4, 5).T
             return torch.stack(
                 [naive_divergence(SOFTMAX, t, v) for t, v in zip(targets, z, strict=True)]
@@ -161,7 +155,7 @@ def test_newton_statistics_are_gradient_and_hessian_of_the_mean_divergence() -> 
         torch.testing.assert_close(operator.as_matrix(), hessian)
 
 
-def test_mean_hessian_and_gram() -> None:
+def test_mean_hessian_and_gram():
     (domain,) = make_domains(1, tokens=25, bias=True)
     one = DomainCurvature(SOFTMAX, domain)
     x, targets = tokens_of(domain)
@@ -172,7 +166,7 @@ def test_mean_hessian_and_gram() -> None:
     torch.testing.assert_close(one.gram(lambda h: h[:, 2]), (x * own[:, None]).T @ x / len(x))
 
 
-def test_bad_domains_are_refused() -> None:
+def test_bad_domains_are_refused():
     (domain,) = make_domains(1)
     with pytest.raises(DataError, match="'domain0' has no token"):
         DomainCurvature(SOFTMAX, replace(domain, features=[torch.zeros(0, 5)]))

@@ -1,17 +1,13 @@
 """The figures on numbers small enough to work out by hand, and against their definitions."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.errors import DataError
@@ -34,23 +30,23 @@ from routing.problems import GATES, autograd_hessian, make_domains, naive_diverg
 SOFTMAX = Gate(Score.SOFTMAX, top_k=2)
 
 
-def view(weight: Tensor, gate: Gate = SOFTMAX, **biases: Tensor) -> RouterView:
+def view(weight, gate=SOFTMAX, **biases):
     return RouterView(gate, weight, biases.get("bias"), biases.get("selection_bias"))
 
 
-def identity(gate: Gate = SOFTMAX, experts: int = 4) -> RouterView:
+def identity(gate=SOFTMAX, experts=4):
     """A router whose logits are its inputs."""
     return view(torch.eye(experts), gate)
 
 
-def measured(*blocks: Tokens, names: Any = tuple(FIGURES)) -> Measured:
+def measured(*blocks, names=tuple(FIGURES)):
     sums = FigureSums(names)
     for block in blocks:
         sums.add(block)
     return sums.result()
 
 
-def test_figures_of_two_tokens_by_hand() -> None:
+def test_figures_of_two_tokens_by_hand():
     own = torch.tensor([[3.0, 2.0, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0]])
     got = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
     tokens = compare(identity(), identity(), own, got)
@@ -74,7 +70,7 @@ def test_figures_of_two_tokens_by_hand() -> None:
     assert (found.logit_shift, found.shift_small, found.shift_moderate) == (0, 1, 1)
 
 
-def test_the_figure_of_the_page_is_measured_like_the_others() -> None:
+def test_the_figure_of_the_page_is_measured_like_the_others():
     page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```py\n(@of_tokens.*?)^```", page, re.M | re.S)
     own = torch.tensor([[3.0, 2.0, 1.0, 0.0], [9.0, 0.0, 0.0, 0.0]])
@@ -89,7 +85,7 @@ def test_the_figure_of_the_page_is_measured_like_the_others() -> None:
         FIGURES.pop("sharpness", None)
 
 
-def test_on_the_same_features_only_the_routers_differ() -> None:
+def test_on_the_same_features_only_the_routers_differ():
     x = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
     eye = torch.eye(4)
     found = measured(compare(view(eye), view(1.15 * eye), x, x))
@@ -100,7 +96,7 @@ def test_on_the_same_features_only_the_routers_differ() -> None:
     assert found.quadratic == pytest.approx(0.5 * 0.15**2 * float(r[0] * (1 - r[0])), rel=1e-5)
 
 
-def test_batches_add_up() -> None:
+def test_batches_add_up():
     torch.manual_seed(0)
     own, got = torch.randn(40, 6), torch.randn(40, 6)
     routers = (view(torch.randn(5, 6)), view(torch.randn(5, 6)))
@@ -114,7 +110,7 @@ def test_batches_add_up() -> None:
     assert flows[1] == pytest.approx(flows[0], rel=1e-6)
 
 
-def test_a_selection_bias_moves_the_choice_and_not_the_divergence() -> None:
+def test_a_selection_bias_moves_the_choice_and_not_the_divergence():
     gate = Gate(Score.SIGMOID, top_k=1, selection_bias=BiasPlace.SCORES)
     x = torch.tensor([[2.0, 1.0]])
     eye, none = torch.eye(2), torch.zeros(2)
@@ -126,7 +122,7 @@ def test_a_selection_bias_moves_the_choice_and_not_the_divergence() -> None:
     assert found.weighted_overlap == 0
 
 
-def test_models_that_choose_unlike_numbers_of_experts() -> None:
+def test_models_that_choose_unlike_numbers_of_experts():
     few, many = Gate(Score.SOFTMAX, top_k=1), Gate(Score.SOFTMAX, top_k=2)
     x = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
     assert measured(compare(identity(few), identity(many), x, x)).mismatch == 0
@@ -135,7 +131,7 @@ def test_models_that_choose_unlike_numbers_of_experts() -> None:
     assert narrower.flow == ()  # nobody took what was dropped
 
 
-def test_the_overlap_is_the_weight_that_both_give_an_expert() -> None:
+def test_the_overlap_is_the_weight_that_both_give_an_expert():
     gate = Gate(Score.SOFTMAX, top_k=2, selection_bias=BiasPlace.LOGITS)
     z = torch.tensor([[2.0, 1.0, 0.0]])
     source = RouterOutput.of(gate, z, torch.zeros(3))  # experts 0 and 1
@@ -147,7 +143,7 @@ def test_the_overlap_is_the_weight_that_both_give_an_expert() -> None:
     assert float(weighted_overlap(Tokens(source, source, source))) == 1
 
 
-def test_only_what_is_asked_for_is_computed() -> None:
+def test_only_what_is_asked_for_is_computed():
     own, got = torch.randn(9, 4), torch.randn(9, 4)
     tokens = compare(identity(), identity(), own, got)
     alone = measured(tokens, names=["mismatch"])
@@ -155,7 +151,7 @@ def test_only_what_is_asked_for_is_computed() -> None:
     assert alone.figures == {"mismatch": measured(tokens).mismatch}
 
 
-def test_loads() -> None:
+def test_loads():
     even = (0.25, 0.25, 0.25, 0.25)
     assert load_entropy(even) == pytest.approx(1)
     assert load_entropy((1.0, 0.0, 0.0, 0.0)) == 0
@@ -171,12 +167,12 @@ def test_loads() -> None:
         assert overloaded(Choices((was, 0.5, 0.3, 0.2), (now, 0.3, 0.1, 0.1), ())) == found
 
 
-def test_gaps_of_nothing_are_nothing() -> None:
+def test_gaps_of_nothing_are_nothing():
     zero = torch.zeros(1, 3)
     assert relative_gap(zero, zero).tolist() == [0.0]
 
 
-def test_nothing_to_measure_is_refused() -> None:
+def test_nothing_to_measure_is_refused():
     with pytest.raises(DataError, match="router inputs"):
         compare(identity(), identity(), torch.zeros(2, 4), torch.zeros(3, 4))
     with pytest.raises(DataError, match="no token"):
@@ -186,7 +182,7 @@ def test_nothing_to_measure_is_refused() -> None:
 # --- figures as attributes, totals --------------------------------------------------------------
 
 
-def test_figures_are_attributes() -> None:
+def test_figures_are_attributes():
     x = torch.randn(5, 4)
     one = measured(compare(identity(), identity(), x, x))
     assert one.kl == one.figures["kl"] == 0
@@ -196,7 +192,7 @@ def test_figures_are_attributes() -> None:
         _ = one.k1
 
 
-def test_a_total_is_the_mean_over_routers_or_the_sum_or_what_was_measured() -> None:
+def test_a_total_is_the_mean_over_routers_or_the_sum_or_what_was_measured():
     values = {name: 0.0 for name, figure in FIGURES.items() if figure.of_tokens}
     rows = [
         Measured(tokens=10, choices=10 * k, figures={**values, "mismatch": m, "any_mismatch": m})
@@ -213,7 +209,7 @@ def test_a_total_is_the_mean_over_routers_or_the_sum_or_what_was_measured() -> N
 # --- a calibration's measurement ----------------------------------------------------------------
 
 
-def agreement_of(gate: Gate, target: Tensor, model: Tensor) -> Measured:
+def agreement_of(gate, target, model):
     wanted = RouterOutput.of(gate, target)
     return measured(
         Tokens(wanted, RouterOutput.of(gate, model), moved=wanted), names=CALIBRATION_FIGURES
@@ -221,7 +217,7 @@ def agreement_of(gate: Gate, target: Tensor, model: Tensor) -> Measured:
 
 
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
-def test_divergence_and_its_quadratic_model_equal_their_definition(gate: Gate) -> None:
+def test_divergence_and_its_quadratic_model_equal_their_definition(gate):
     torch.manual_seed(0)
     target = torch.randn(9, 5, dtype=torch.float64)
     z = target + 0.1 * torch.randn(9, 5, dtype=torch.float64)
@@ -236,7 +232,7 @@ def test_divergence_and_its_quadratic_model_equal_their_definition(gate: Gate) -
 
 @pytest.mark.parametrize("source_targets", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_routers_are_measured_on_the_domain(bias: bool, source_targets: bool) -> None:
+def test_routers_are_measured_on_the_domain(bias, source_targets):
     (domain,) = make_domains(1, bias=bias, source_targets=source_targets)
     w = torch.randn_like(domain.router)
     x, targets = tokens_of(domain)
@@ -250,7 +246,7 @@ def test_routers_are_measured_on_the_domain(bias: bool, source_targets: bool) ->
 
 
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
-def test_several_routers_are_measured_as_each_alone(gate: Gate) -> None:
+def test_several_routers_are_measured_as_each_alone(gate):
     (domain,) = make_domains(1, source_targets=True)
     routers = [torch.randn_like(domain.router) for _ in range(3)]
     together = measure_routers(gate, domain, routers)

@@ -1,14 +1,11 @@
 """The same solve on a GPU: bf16 features through the kernels, others through plain torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 
 from moemerge.routing import (
-    DomainFeatures,
     Preconditioner,
     SolveSettings,
     measure_routers,
@@ -25,11 +22,11 @@ pytestmark = pytest.mark.gpu
 SOFTMAX = GATES["softmax"]
 
 
-def trace(h: torch.Tensor) -> torch.Tensor:
+def trace(h):
     return h.sum(dim=-1)
 
 
-def on_gpu(domain: DomainFeatures) -> DomainFeatures:
+def on_gpu(domain):
     return replace(
         domain,
         features=[x.cuda() for x in domain.features],
@@ -38,16 +35,16 @@ def on_gpu(domain: DomainFeatures) -> DomainFeatures:
     )
 
 
-def problem(dtype: torch.dtype = torch.bfloat16, **options: object) -> list[DomainFeatures]:
+def problem(dtype=torch.bfloat16, **options):
     shape = {"experts": 16, "width": 64, "tokens": 5000, "dtype": dtype, "move": 0.2}
-    domains = make_domains(2, **(shape | options))  # type: ignore[arg-type]
+    domains = make_domains(2, **(shape | options))
     return [replace(d, router=0.2 * d.router.double()) for d in domains]
 
 
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 @pytest.mark.parametrize("curvature", list(Curvature))
 @pytest.mark.parametrize("bias", [False, True])
-def test_operator_and_right_hand_side(gate, curvature, bias) -> None:  # type: ignore[no-untyped-def]
+def test_operator_and_right_hand_side(gate, curvature, bias):
     domains = problem(bias=bias, source_targets=bias)
     settings = SolveSettings(curvature=curvature)
     cpu = build_operator(gate, domains, settings)
@@ -56,7 +53,7 @@ def test_operator_and_right_hand_side(gate, curvature, bias) -> None:  # type: i
     v = torch.randn(cpu.shape, dtype=torch.float64)
     exact = cpu.accurate().mv(v)
 
-    def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    def error(got, want):
         return float((got.cpu() - want).norm() / want.norm())
 
     assert error(gpu.accurate().mv(v.cuda()), exact) < 5e-7
@@ -71,7 +68,7 @@ def test_operator_and_right_hand_side(gate, curvature, bias) -> None:  # type: i
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", list(Preconditioner))
-def test_solution_does_not_depend_on_the_device(kind: Preconditioner, dtype: torch.dtype) -> None:
+def test_solution_does_not_depend_on_the_device(kind, dtype):
     domains = problem(dtype)
     start = torch.stack([d.router for d in domains]).mean(dim=0) * 0.5
     settings = SolveSettings(preconditioner=kind, rtol=1e-6)
@@ -87,7 +84,7 @@ def test_solution_does_not_depend_on_the_device(kind: Preconditioner, dtype: tor
 
 @pytest.mark.parametrize("tokens", [5000, 100_000])
 @pytest.mark.parametrize("width", [64, 512])
-def test_kronecker_is_as_good_as_on_a_cpu(width: int, tokens: int) -> None:
+def test_kronecker_is_as_good_as_on_a_cpu(width, tokens):
     domains = problem(width=width, tokens=tokens)
     settings = SolveSettings(preconditioner=Preconditioner.KRONECKER)
     cpu, gpu = (
@@ -95,7 +92,7 @@ def test_kronecker_is_as_good_as_on_a_cpu(width: int, tokens: int) -> None:
         for there in (domains, [on_gpu(d) for d in domains])
     )
 
-    def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    def error(got, want):
         return float((got.cpu().double() - want.double()).norm() / want.double().norm())
 
     for one, other in zip(cpu.curvatures, gpu.curvatures, strict=True):
@@ -109,7 +106,7 @@ def test_kronecker_is_as_good_as_on_a_cpu(width: int, tokens: int) -> None:
     assert steps[1] <= steps[0] + 8  # a GPU is looked at every few steps
 
 
-def test_metrics_and_the_exact_objective() -> None:
+def test_metrics_and_the_exact_objective():
     domains = problem()
     start = torch.stack([d.router for d in domains]).mean(dim=0)
     there = [on_gpu(d) for d in domains]
@@ -126,7 +123,7 @@ def test_metrics_and_the_exact_objective() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_gram_matrices(bias: bool) -> None:
+def test_gram_matrices(bias):
     (domain,) = make_domains(1, experts=8, width=64, tokens=3000, dtype=torch.bfloat16, bias=bias)
     x, t = torch.cat(list(domain.features)), torch.rand(domain.tokens)
     wide = torch.cat([x, x.new_ones(len(x), 1)], dim=1).double() if bias else x.double()

@@ -1,13 +1,10 @@
 """The two-level method against its dense twin, and what `auto` does where a kind fails."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 
-from moemerge.architectures.rules import Gate
 from moemerge.linalg import Deflation, Diagonal, Status, cg
 from moemerge.linalg.cg import Ending, Patience
 from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, preconditioners, solve
@@ -28,7 +25,7 @@ SOFTMAX = GATES["softmax"]
 @pytest.mark.parametrize("curvature", list(Curvature))
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_correction_is_its_definition(gate: Gate, curvature: Curvature, bias: bool) -> None:
+def test_the_correction_is_its_definition(gate, curvature, bias):
     operator = operator_of(make_domains(2, tokens=40, bias=bias), gate, curvature)
     leading = LeadingDirections(operator, sketched_directions(operator, 2))
     torch.manual_seed(0)
@@ -43,7 +40,7 @@ def test_the_correction_is_its_definition(gate: Gate, curvature: Curvature, bias
         assert float(rest.norm()) <= 1e-4 * float(leading.restrict(r).norm())
 
 
-def hard_domains(seed: int, dead: bool = False) -> list[DomainFeatures]:
+def hard_domains(seed, dead=False):
     """Means, a huge channel, sure routers."""
     rng = torch.Generator().manual_seed(seed)
     width, experts, tokens = 96, 8, 900
@@ -64,7 +61,7 @@ def hard_domains(seed: int, dead: bool = False) -> list[DomainFeatures]:
 
 @pytest.mark.parametrize("dead", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_hard_features_take_few_steps(seed: int, dead: bool) -> None:
+def test_hard_features_take_few_steps(seed, dead):
     domains = hard_domains(seed, dead)
     operator = build_operator(SOFTMAX, domains, SolveSettings())
     start = domains[0].router.double()
@@ -77,11 +74,11 @@ def test_hard_features_take_few_steps(seed: int, dead: bool) -> None:
     assert steps[Preconditioner.AUTO] <= 60
 
 
-def test_a_preconditioner_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preconditioner_that_stalls_is_given_up(monkeypatch):
     domains = hard_domains(0)
     operator = build_operator(SOFTMAX, domains, SolveSettings())
 
-    def with_a_bad_first(*args: object) -> list[Attempt]:
+    def with_a_bad_first(*args):
         spread = torch.logspace(-4, 4, operator.shape[1], dtype=torch.float64)
         bad = Diagonal(spread.expand(operator.shape).clone())
         built = BuiltPreconditioner(Preconditioner.TWO_LEVEL, bad)
@@ -99,7 +96,7 @@ def test_a_preconditioner_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatc
     assert len(solution.cg.residuals) == solution.cg.steps + 1
 
 
-def test_autos_last_attempts_have_no_end() -> None:
+def test_autos_last_attempts_have_no_end():
     """Directions with Jacobi, and Jacobi alone for the case that these break down."""
     operator = build_operator(SOFTMAX, hard_domains(0), SolveSettings())
     *_, sturdy, last = attempts(operator, Preconditioner.AUTO)
@@ -109,9 +106,7 @@ def test_autos_last_attempts_have_no_end() -> None:
 
 
 @pytest.mark.parametrize("sure", [False, True])
-def test_autos_kronecker_is_helped_out_or_left_out(
-    sure: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_autos_kronecker_is_helped_out_or_left_out(sure, monkeypatch):
     """As at sizes where it is the cheapest. Sure routers: a token has two experts to choose."""
     monkeypatch.setattr(preconditioners, "choose", lambda *_: Preconditioner.KRONECKER)
     rng = torch.Generator().manual_seed(0)
@@ -130,7 +125,7 @@ def test_autos_kronecker_is_helped_out_or_left_out(
 
 
 @pytest.mark.parametrize("alpha", [0.001, 0.99, 0.999])
-def test_little_and_much_damping(alpha: float) -> None:
+def test_little_and_much_damping(alpha):
     """With little, every kind takes hundreds of steps: the directions are not given up."""
     domains = hard_domains(1)
     settings = SolveSettings(alpha=alpha, max_steps=3000)
@@ -142,14 +137,14 @@ def test_little_and_much_damping(alpha: float) -> None:
     assert auto.cg.steps <= plain.cg.steps
 
 
-def test_patience_counts_by_the_pace() -> None:
+def test_patience_counts_by_the_pace():
     falling = [10.0**-n for n in range(10)]
     assert not Patience(4, 10).is_over(falling, 1e-12)
     assert Patience(4, 10).is_over([1.0, *([0.9] * 10)], 1e-6)
     assert not Patience(4, 10).is_over([1.0, 0.9], 1e-6)  # too early to tell
 
 
-def test_deflated_solves_are_the_same_from_run_to_run() -> None:
+def test_deflated_solves_are_the_same_from_run_to_run():
     domains = hard_domains(1)
     settings = SolveSettings(preconditioner=Preconditioner.TWO_LEVEL)
     one, other = (
@@ -159,7 +154,7 @@ def test_deflated_solves_are_the_same_from_run_to_run() -> None:
     assert torch.equal(one.weight, other.weight)
 
 
-def test_deflation_never_meets_the_eigenvalues_it_solves_for() -> None:
+def test_deflation_never_meets_the_eigenvalues_it_solves_for():
     operator = operator_of(make_domains(2, width=12, experts=3, tokens=80))
     leading = LeadingDirections(operator, sketched_directions(operator, 6))
     jacobi = build(operator, Preconditioner.JACOBI).operator

@@ -1,14 +1,10 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from moemerge.architectures.rules import Gate
 from moemerge.linalg import Ending, cg
-from moemerge.routing.curvature import Curvature, DomainFeatures
+from moemerge.routing.curvature import Curvature
 from moemerge.routing.inverses import cholesky
 from moemerge.routing.preconditioners import (
     KRONECKER_DAMPING,
@@ -33,11 +29,11 @@ KRONECKER_FIRST = (Preconditioner.AUTO, Preconditioner.KRONECKER, Preconditioner
 KINDS = [kind for kind in Preconditioner if kind is not Preconditioner.AUTO]
 
 
-def dense_kronecker(domains: list[DomainFeatures], dense: float, diagonal: float) -> Tensor:
+def dense_kronecker(domains, dense, diagonal):
     """S^½ (a C_H ⊗ C_X + c I) S^½ with every piece written out from the definition."""
-    mean_h: Tensor | float = 0.0
-    gram: Tensor | float = 0.0
-    own: Tensor | float = 0.0
+    mean_h = 0.0
+    gram = 0.0
+    own = 0.0
     for domain in domains:
         x, targets = tokens_of(domain)
         h = torch.stack([autograd_hessian(SOFTMAX, z) for z in targets])
@@ -45,9 +41,6 @@ def dense_kronecker(domains: list[DomainFeatures], dense: float, diagonal: float
         mean_h = mean_h + h.mean(0)
         gram = gram + (x * trace[:, None]).T @ x / len(x)
         own = own + torch.einsum("nk,nd->kd", h.diagonal(dim1=1, dim2=2), x * x) / len(x)
-    assert isinstance(mean_h, Tensor)
-    assert isinstance(gram, Tensor)
-    assert isinstance(own, Tensor)
     c_h = mean_h / mean_h.diagonal().sqrt().outer(mean_h.diagonal().sqrt())
     c_x = gram / gram.diagonal().sqrt().outer(gram.diagonal().sqrt())
     bracket = dense * torch.kron(c_h, c_x) + diagonal * torch.eye(own.numel(), dtype=torch.float64)
@@ -57,7 +50,7 @@ def dense_kronecker(domains: list[DomainFeatures], dense: float, diagonal: float
 
 @pytest.mark.parametrize(("dense", "diagonal"), [(0.9, 0.1), (0.5, 0.5), (1.0, 0.15)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_kronecker_inverts_its_dense_twin(bias: bool, dense: float, diagonal: float) -> None:
+def test_kronecker_inverts_its_dense_twin(bias, dense, diagonal):
     domains = make_domains(2, tokens=25, bias=bias)
     built = build(operator_of(domains, dense=dense, diagonal=diagonal), Preconditioner.KRONECKER)
     matrix = built.operator.as_matrix()
@@ -68,7 +61,7 @@ def test_kronecker_inverts_its_dense_twin(bias: bool, dense: float, diagonal: fl
 
 
 @pytest.mark.parametrize("curvature", list(Curvature))
-def test_block_inverts_the_experts_blocks_of_the_dense_twin(curvature: Curvature) -> None:
+def test_block_inverts_the_experts_blocks_of_the_dense_twin(curvature):
     domains = make_domains(2, tokens=25, bias=True)
     built = build(operator_of(domains, curvature=curvature), Preconditioner.BLOCK)
     a, _ = dense_system(SOFTMAX, domains, curvature, 0.9, 0.1)
@@ -82,7 +75,7 @@ def test_block_inverts_the_experts_blocks_of_the_dense_twin(curvature: Curvature
     torch.testing.assert_close(built.operator.diagonal().reshape(-1), matrix.diagonal())
 
 
-def test_jacobi_inverts_the_diagonal() -> None:
+def test_jacobi_inverts_the_diagonal():
     domains = make_domains(2, tokens=25)
     matrix = build(operator_of(domains), Preconditioner.JACOBI).operator.as_matrix()
     a, _ = dense_system(SOFTMAX, domains, Curvature.FULL, 0.9, 0.1)
@@ -97,9 +90,7 @@ def test_jacobi_inverts_the_diagonal() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_are_symmetric_positive_definite_and_reach_the_same_solution(
-    kind: Preconditioner, curvature: Curvature, gate: Gate
-) -> None:
+def test_all_are_symmetric_positive_definite_and_reach_the_same_solution(kind, curvature, gate):
     operator = operator_of(make_domains(3, tokens=40), curvature=curvature, gate=gate)
     built = build(operator, kind)
     assert built.kind is kind
@@ -112,7 +103,7 @@ def test_all_are_symmetric_positive_definite_and_reach_the_same_solution(
     torch.testing.assert_close(result.solution.reshape(-1), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_kronecker_is_exact_for_identity_curvature_of_one_domain() -> None:
+def test_kronecker_is_exact_for_identity_curvature_of_one_domain():
     operator = operator_of(make_domains(1, width=12, tokens=80), curvature=Curvature.IDENTITY)
     built = build(operator, Preconditioner.KRONECKER)
     result = cg(operator, operator.rhs(), preconditioner=built.operator, ending=Ending(rtol=1e-10))
@@ -121,7 +112,7 @@ def test_kronecker_is_exact_for_identity_curvature_of_one_domain() -> None:
 
 
 @pytest.mark.parametrize("kind", [Preconditioner.BLOCK, Preconditioner.KRONECKER])
-def test_fewer_tokens_than_features_without_damping_stay_definite(kind: Preconditioner) -> None:
+def test_fewer_tokens_than_features_without_damping_stay_definite(kind):
     operator = operator_of(make_domains(1, width=40, tokens=9), dense=1.0, diagonal=0.0)
     built = build(operator, kind)
     # Kronecker's own damping is at work anyway; a factorisation says what it needed.
@@ -130,7 +121,7 @@ def test_fewer_tokens_than_features_without_damping_stay_definite(kind: Precondi
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dead_experts_and_empty_features_are_harmless(kind: Preconditioner) -> None:
+def test_dead_experts_and_empty_features_are_harmless(kind):
     domains = []
     for domain in make_domains(2, dtype=torch.float32, width=6, tokens=50):
         features = [x.clone() for x in domain.features]
@@ -152,7 +143,7 @@ def test_dead_experts_and_empty_features_are_harmless(kind: Preconditioner) -> N
 
 
 @pytest.mark.parametrize("damping", [1e-5, 1e-3])
-def test_kronecker_keeps_more_damping_than_a_hardly_damped_system_has(damping: float) -> None:
+def test_kronecker_keeps_more_damping_than_a_hardly_damped_system_has(damping):
     """With the system's own it would trust its small eigenvalues, which are wrong."""
     domains = make_domains(2, tokens=25)
     built = build(operator_of(domains, dense=1.0, diagonal=damping), Preconditioner.KRONECKER)
@@ -160,7 +151,7 @@ def test_kronecker_keeps_more_damping_than_a_hardly_damped_system_has(damping: f
     torch.testing.assert_close(built.operator.as_matrix(), expected, rtol=1e-8, atol=1e-8)
 
 
-def test_cholesky_of_a_block_below_the_smallest_normal_number() -> None:
+def test_cholesky_of_a_block_below_the_smallest_normal_number():
     """A confident router leaves an expert a curvature that rounds to a few denormal numbers."""
     tiny = torch.full((3, 3), 1.4e-45) + torch.diag(torch.tensor([2.8e-45, 1.1e-44, 1.4e-45]))
     blocks = torch.stack([2.0 * torch.eye(3), tiny, torch.zeros(3, 3)])
@@ -170,7 +161,7 @@ def test_cholesky_of_a_block_below_the_smallest_normal_number() -> None:
     assert jitter == 0.0
 
 
-def test_cholesky_reports_the_jitter_it_needed() -> None:
+def test_cholesky_reports_the_jitter_it_needed():
     good = torch.eye(3).expand(2, 3, 3).clone()
     assert cholesky(good)[1] == 0.0
     singular = torch.ones(1, 3, 3)
@@ -179,8 +170,8 @@ def test_cholesky_reports_the_jitter_it_needed() -> None:
     assert torch.isfinite(factors).all()
 
 
-def test_auto_takes_what_the_shape_makes_cheapest() -> None:
-    def taken(experts: int, width: int, tokens: int) -> Preconditioner:
+def test_auto_takes_what_the_shape_makes_cheapest():
+    def taken(experts, width, tokens):
         return choose((experts, width), tokens, torch.float32)
 
     assert taken(8, 32, 500) is Preconditioner.BLOCK
@@ -195,8 +186,8 @@ def test_auto_takes_what_the_shape_makes_cheapest() -> None:
     assert Preconditioner.BLOCK not in costs((256, 7168), 10_000, torch.float32)  # would not fit
 
 
-def test_auto_takes_blocks_for_newton_systems_of_narrow_models() -> None:
-    def taken(experts: int, width: int, tokens: int) -> Preconditioner:
+def test_auto_takes_blocks_for_newton_systems_of_narrow_models():
+    def taken(experts, width, tokens):
         return choose((experts, width), tokens, torch.float32, NEWTON_STEPS)
 
     assert taken(24, 96, 20_000) is Preconditioner.BLOCK
@@ -206,7 +197,7 @@ def test_auto_takes_blocks_for_newton_systems_of_narrow_models() -> None:
     assert taken(64, 2048, 4_000) is Preconditioner.TWO_LEVEL  # too few tokens for one Gram matrix
 
 
-def test_memory_is_that_of_the_kind_that_is_built() -> None:
+def test_memory_is_that_of_the_kind_that_is_built():
     """OLMoE's blocks would take gigabytes; `auto` never builds them, so nobody needs them."""
     shape, tokens = (64, 2048), 4_000
     needed = {kind: matrix_bytes(kind, shape, tokens, torch.float32) for kind in Preconditioner}

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from moemerge.routing import products
 from moemerge.routing.gates import TokenWeights
@@ -12,18 +9,18 @@ BOUNDS = {Precision.ACCURATE: 1e-14, Precision.FAST: 1e-6, Precision.COARSE: 1e-
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def dense(x: Tensor, columns: int) -> Tensor:
+def dense(x, columns):
     wide = x.double()
     return wide if columns == x.shape[1] else torch.cat([wide, wide.new_ones(len(x), 1)], dim=1)
 
 
-def error(got: Tensor, want: Tensor) -> float:
+def error(got, want):
     return float((got.double() - want).norm() / want.norm())
 
 
 @pytest.mark.parametrize("bias", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_plain_products_equal_their_dense_twins(dtype: torch.dtype, bias: int) -> None:
+def test_plain_products_equal_their_dense_twins(dtype, bias):
     torch.manual_seed(0)
     x = torch.randn(50, 12).to(dtype)
     features = features_of(x, 12 + bias)
@@ -48,13 +45,13 @@ def test_plain_products_equal_their_dense_twins(dtype: torch.dtype, bias: int) -
 
 
 @pytest.fixture
-def kernels_serve_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels_serve_all(monkeypatch):
     """As on a GPU, where blocks are put together."""
     monkeypatch.setattr(products.fused, "usable", lambda x: True)
     monkeypatch.setattr(products, "WORTH_A_LAUNCH", 10)
 
 
-def parts_of(*blocks: Tensor) -> list[tuple[Tensor, TokenWeights]]:
+def parts_of(*blocks):
     made = []
     for block in blocks:
         p = torch.rand(len(block), 3)
@@ -62,7 +59,7 @@ def parts_of(*blocks: Tensor) -> list[tuple[Tensor, TokenWeights]]:
     return made
 
 
-def joined(*blocks: Tensor) -> list[tuple[Tensor, TokenWeights]]:
+def joined(*blocks):
     given = parts_of(*blocks)
     got = list(coalesced(given))
     assert torch.equal(torch.cat([x for x, _ in got]), torch.cat(blocks))
@@ -75,14 +72,14 @@ def joined(*blocks: Tensor) -> list[tuple[Tensor, TokenWeights]]:
 
 
 @pytest.mark.usefixtures("kernels_serve_all")
-def test_neighbours_in_memory_become_one_block_without_a_copy() -> None:
+def test_neighbours_in_memory_become_one_block_without_a_copy():
     buffer = torch.randn(50, 4)
     ((x, _),) = joined(buffer[:7], buffer[7:30], buffer[30:])
     assert x.data_ptr() == buffer.data_ptr()
 
 
 @pytest.mark.usefixtures("kernels_serve_all")
-def test_small_blocks_are_copied_together_and_large_ones_left_alone() -> None:
+def test_small_blocks_are_copied_together_and_large_ones_left_alone():
     buffer = torch.randn(40, 4)
     apart = [torch.randn(4, 4) for _ in range(5)]
     got = joined(*apart, buffer[:20], buffer[20:])
@@ -91,6 +88,6 @@ def test_small_blocks_are_copied_together_and_large_ones_left_alone() -> None:
     assert [len(x) for x, _ in joined(buffer[20:], buffer[:20])] == [20, 20]
 
 
-def test_plain_blocks_stay_as_they_are() -> None:
+def test_plain_blocks_stay_as_they_are():
     buffer = torch.randn(50, 4)
     assert [len(x) for x, _ in joined(buffer[:7], buffer[7:])] == [7, 43]

@@ -1,10 +1,7 @@
 """The whole layer solve against a dense float64 Algorithm 1 that shares no code with it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from calibration.dense import algorithm_one
 from moemerge.errors import DataError, UsageError
@@ -22,7 +19,7 @@ from routing.problems import GATES, make_domains
 SOFTMAX = GATES["softmax"]
 
 
-def problem(sources: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def problem(sources, dtype):
     generator = torch.Generator().manual_seed(11 + sources)
     mixing = torch.randn(12, 12, generator=generator) / 3
     base = torch.randn(8, 12, generator=generator)
@@ -41,13 +38,7 @@ def problem(sources: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor
 @pytest.mark.parametrize("curvature", list(Curvature))
 @pytest.mark.parametrize("preconditioner", list(Preconditioner))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_algorithm_one(
-    dtype: torch.dtype,
-    preconditioner: Preconditioner,
-    curvature: Curvature,
-    sources: int,
-    regulariser: dict[str, float],
-) -> None:
+def test_equals_algorithm_one(dtype, preconditioner, curvature, sources, regulariser):
     features, routers, start = problem(sources, dtype)
     key = (dtype, sources, curvature, tuple(regulariser.items()))
     if key not in _EXPECTED:
@@ -65,10 +56,10 @@ def test_equals_algorithm_one(
     assert float((solution.weight - expected).norm() / move) <= 1e-4
 
 
-_EXPECTED: dict[object, Tensor] = {}
+_EXPECTED = {}
 
 
-def test_one_source_gets_its_own_router_back() -> None:
+def test_one_source_gets_its_own_router_back():
     (domain,) = make_domains(1, tokens=80)
     solution = solve_router(SOFTMAX, [domain], domain.router + 0.5, SolveSettings(rtol=1e-12))
     torch.testing.assert_close(solution.weight, domain.router)
@@ -76,7 +67,7 @@ def test_one_source_gets_its_own_router_back() -> None:
 
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 @pytest.mark.parametrize("source_targets", [False, True])
-def test_divergence_falls_for_every_gate(gate: object, source_targets: bool) -> None:
+def test_divergence_falls_for_every_gate(gate, source_targets):
     assert gate in GATES.values()
     domains = make_domains(
         2, experts=6, width=10, tokens=300, move=0.15, source_targets=False, bias=True, seed=4
@@ -96,14 +87,14 @@ def test_divergence_falls_for_every_gate(gate: object, source_targets: bool) -> 
             for d in domains
         ]
     start = domains[0].router + 0.4 * torch.randn_like(domains[0].router)
-    solution = solve_router(gate, domains, start)  # type: ignore[arg-type]
-    before = sum(measure_routers(gate, d, [start])[0].kl for d in domains)  # type: ignore[arg-type]
-    after = sum(measure_routers(gate, d, [solution.weight])[0].kl for d in domains)  # type: ignore[arg-type]
+    solution = solve_router(gate, domains, start)
+    before = sum(measure_routers(gate, d, [start])[0].kl for d in domains)
+    after = sum(measure_routers(gate, d, [solution.weight])[0].kl for d in domains)
     assert solution.cg.converged
     assert after < 0.7 * before
 
 
-def test_source_targets_reach_the_source_where_merged_features_cannot() -> None:
+def test_source_targets_reach_the_source_where_merged_features_cannot():
     """If merged features are an invertible map of the source's, the fitted router undoes it."""
     torch.manual_seed(2)
     own = torch.randn(400, 6, dtype=torch.float64)
@@ -116,7 +107,7 @@ def test_source_targets_reach_the_source_where_merged_features_cannot() -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_gamma_and_alpha_agree_where_they_are_the_same_problem() -> None:
+def test_gamma_and_alpha_agree_where_they_are_the_same_problem():
     domains = make_domains(2)
     start = domains[0].router
     one = solve_router(SOFTMAX, domains, start, SolveSettings(alpha=0.8, rtol=1e-12)).weight
@@ -124,7 +115,7 @@ def test_gamma_and_alpha_agree_where_they_are_the_same_problem() -> None:
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)  # 0.2 / 0.8 = 0.25
 
 
-def test_not_converged_is_a_status_not_an_error() -> None:
+def test_not_converged_is_a_status_not_an_error():
     domains = make_domains(2, experts=8, width=30, tokens=200)
     settings = SolveSettings(max_steps=2, preconditioner=Preconditioner.NONE)
     solution = solve_router(SOFTMAX, domains, torch.zeros(8, 30), settings)
@@ -142,12 +133,12 @@ def test_not_converged_is_a_status_not_an_error() -> None:
         {"max_steps": 0},
     ],
 )
-def test_settings_are_refused_early(wrong: dict[str, float]) -> None:
+def test_settings_are_refused_early(wrong):
     with pytest.raises(UsageError):
-        SolveSettings(**wrong)  # type: ignore[arg-type]
+        SolveSettings(**wrong)
 
 
-def test_shapes_are_refused_by_name() -> None:
+def test_shapes_are_refused_by_name():
     one, _ = make_domains(2)
     other = make_domains(1, experts=7)[0]
     with pytest.raises(DataError, match=r"domain0 \(4, 5\)"):

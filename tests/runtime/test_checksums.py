@@ -1,12 +1,9 @@
 """The report of an output holds checksums of its files."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ from moemerge.runtime.checksums import REPORT_NAME, add_checksums, update_checks
 
 
 @pytest.fixture(scope="module")
-def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def merged(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checksums")
     model = zoo.build("olmoe", folder / "model", shard_size="40KB")
     zoo.tiny_tokenizer(model)
@@ -28,7 +25,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_every_file_is_covered(merged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_is_covered(merged, monkeypatch):
     names = {p.relative_to(merged).as_posix() for p in merged.rglob("*")} - {REPORT_NAME}
     assert len([name for name in names if name.endswith(".safetensors")]) > 2
     stored = json.loads((merged / REPORT_NAME).read_text())["checksums"]
@@ -41,7 +38,7 @@ def test_every_file_is_covered(merged: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert checksums._sums(merged, ["config.json"])["config.json"]["crc32"] == parts
 
 
-def flip(folder: Path) -> None:
+def flip(folder):
     path = sorted(folder.glob("*.safetensors"))[1]
     data = bytearray(path.read_bytes())
     data[-7] ^= 1
@@ -56,9 +53,7 @@ def flip(folder: Path) -> None:
         (lambda folder: (folder / "modeling_x.py").touch(), "added: modeling_x.py"),
     ],
 )
-def test_verify_names_what_differs(
-    merged: Path, tmp_path: Path, change: Callable[[Path], object], message: str
-) -> None:
+def test_verify_names_what_differs(merged, tmp_path, change, message):
     folder = Path(shutil.copytree(merged, tmp_path / "copy"))
     (folder / ".cache").mkdir()
     (folder / ".cache" / "x").touch()  # hidden files are not part of the model
@@ -67,7 +62,7 @@ def test_verify_names_what_differs(
     assert re.fullmatch(message, moemerge.verify(folder).differences)
 
 
-def test_a_repair_and_a_new_card_update_the_checksums(merged: Path, tmp_path: Path) -> None:
+def test_a_repair_and_a_new_card_update_the_checksums(merged, tmp_path):
     moemerge.swap_routers(merged, merged, tmp_path / "swapped")
     assert not moemerge.verify(tmp_path / "swapped").differences
     folder = Path(shutil.copytree(merged, tmp_path / "copy"))
@@ -77,13 +72,13 @@ def test_a_repair_and_a_new_card_update_the_checksums(merged: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", ["[]", '{"moemerge": "0"}', '{"checksums": {}}', "{"])
-def test_folders_without_checksums_are_refused(content: str, tmp_path: Path) -> None:
+def test_folders_without_checksums_are_refused(content, tmp_path):
     (tmp_path / REPORT_NAME).write_text(content)
     with pytest.raises(CheckpointError, match=REPORT_NAME):
         moemerge.verify(tmp_path)
 
 
-def test_a_report_of_another_tool_stays(tmp_path: Path) -> None:
+def test_a_report_of_another_tool_stays(tmp_path):
     (tmp_path / REPORT_NAME).write_text('{"moemerge": NaN}')
     add_checksums(tmp_path)
     assert (tmp_path / REPORT_NAME).read_text() == '{"moemerge": NaN}'

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -32,18 +30,18 @@ from moemerge.runtime.files import (
         ("[]", "holds a JSON list"),
     ],
 )
-def test_what_is_no_object_is_refused(text: str, reason: str) -> None:
+def test_what_is_no_object_is_refused(text, reason):
     with pytest.raises(CheckpointError, match=reason):
         parse_object(text, "x.json")
 
 
-def test_an_object_is_read(tmp_path: Path) -> None:
+def test_an_object_is_read(tmp_path):
     (tmp_path / "a.json").write_text('{"a": "\\ud83d\\ude00"}')
     assert read_object(tmp_path / "a.json") == {"a": "\U0001f600"}
 
 
 @pytest.mark.timeout(30)
-def test_only_plain_files_are_opened(tmp_path: Path) -> None:
+def test_only_plain_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 11)
     with pytest.raises(CheckpointError, match="not a regular file"):
@@ -61,7 +59,7 @@ def test_only_plain_files_are_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(30)
-def test_a_pipe_needs_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_needs_a_writer(tmp_path, monkeypatch):
     pipe = tmp_path / "pipe.yml"
     os.mkfifo(pipe)
     with monkeypatch.context() as context:
@@ -74,7 +72,7 @@ def test_a_pipe_needs_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     writer.join()
 
 
-def test_errors_of_libraries_become_ours() -> None:
+def test_errors_of_libraries_become_ours():
     class Panic(BaseException):
         pass
 
@@ -87,7 +85,7 @@ def test_errors_of_libraries_become_ours() -> None:
         raise KeyboardInterrupt
 
 
-def test_reading_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+def test_reading_a_small_file_takes_little_memory(tmp_path):
     path = tmp_path / "small.json"
     path.write_text("{}")
     tracemalloc.start()
@@ -98,7 +96,7 @@ def test_reading_a_small_file_takes_little_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_a_file_is_written_whole_and_what_dead_runs_left_beside_it_goes(tmp_path: Path) -> None:
+def test_a_file_is_written_whole_and_what_dead_runs_left_beside_it_goes(tmp_path):
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
                           capture_output=True, text=True, check=True)  # fmt: skip
     left = tmp_path / f".a.json.partial-{int(gone.stdout)}-0123abcd"
@@ -114,7 +112,7 @@ def test_a_file_is_written_whole_and_what_dead_runs_left_beside_it_goes(tmp_path
     assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "a.json", *others])
 
 
-def test_a_file_that_cannot_be_written_is_our_error(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_our_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"a.json cannot be written: No such file"):
         write_whole(tmp_path / "missing" / "a.json", b"{}")
     (tmp_path / "folder").mkdir()
@@ -123,7 +121,7 @@ def test_a_file_that_cannot_be_written_is_our_error(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_link_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
+def test_a_link_is_replaced_and_its_target_stays(tmp_path):
     (tmp_path / "kept").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "kept")
     write_whole(tmp_path / "link", b"new")
@@ -133,7 +131,7 @@ def test_a_link_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "link"}
 
 
-def test_folders_below_an_output_are_not_followed_through_links(tmp_path: Path) -> None:
+def test_folders_below_an_output_are_not_followed_through_links(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere")  # the user's own choice
     assert make_folder(tmp_path / "out", "a", "b").is_dir()

@@ -1,7 +1,5 @@
 """Deterministic operations for a while, and everything as it was afterwards; queues of threads."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +9,7 @@ from moemerge.runtime.devices import OwnStream
 from moemerge.runtime.gpu import deterministic
 
 
-def state() -> tuple[bool, bool, bool]:
+def state():
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -19,13 +17,13 @@ def state() -> tuple[bool, bool, bool]:
     )
 
 
-def test_it_ends_with_the_context() -> None:
+def test_it_ends_with_the_context():
     before = state()
     with deterministic(torch.device("cuda")):
         assert state() == (True, True, False)
     assert state() == before
 
-    def fail() -> None:
+    def fail():
         with deterministic(torch.device("cuda")):
             raise KeyboardInterrupt
 
@@ -34,17 +32,11 @@ def test_it_ends_with_the_context() -> None:
     assert state() == before
 
 
-def test_a_cpu_needs_none_of_it() -> None:
-    before = state()
-    with deterministic(torch.device("cpu")):
-        assert state() == before
-
-
-def test_threads_have_a_queue_each_on_a_gpu_and_none_on_a_cpu() -> None:
+def test_threads_have_a_queue_each_on_a_gpu_and_none_on_a_cpu():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     own = OwnStream(device)
 
-    def current(_: int) -> object:
+    def current(_):
         with own.entered():
             return torch.cuda.current_stream().cuda_stream if device.type == "cuda" else None
 

@@ -1,11 +1,8 @@
 """Files of JSON lines: what was written comes back, and nothing else does."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
-from pathlib import Path
 
 import pytest
 
@@ -16,14 +13,14 @@ HEAD = {"kind": "test", "made_by": {"seed": 1}}
 LINES = [{"text": "é", "n": 1}, {"text": "half \ud800", "n": 2.5}, {"text": "", "n": None}]
 
 
-def written(path: Path) -> bytes:
+def written(path):
     with LineStore(path, HEAD) as file:
         for line in LINES:
             file.add(line)
     return path.read_bytes()
 
 
-def test_lines_come_back(tmp_path: Path) -> None:
+def test_lines_come_back(tmp_path):
     written(tmp_path / "f")
     with LineStore(tmp_path / "f", HEAD) as file:
         assert file.lines == LINES
@@ -34,7 +31,7 @@ def test_lines_come_back(tmp_path: Path) -> None:
         assert file.lines == []
 
 
-def test_half_a_line_at_the_end_is_cut(tmp_path: Path) -> None:
+def test_half_a_line_at_the_end_is_cut(tmp_path):
     whole = written(tmp_path / "f")
     for cut in range(1, 60):
         (tmp_path / "f").write_bytes(whole[:-cut])
@@ -42,7 +39,7 @@ def test_half_a_line_at_the_end_is_cut(tmp_path: Path) -> None:
             assert file.lines == LINES[:2]
 
 
-def test_a_changed_line_is_refused(tmp_path: Path) -> None:
+def test_a_changed_line_is_refused(tmp_path):
     whole = written(tmp_path / "f")
     begin = whole.index(b"\n") + 1
     for place in range(begin, len(whole) - 1, 7):
@@ -55,7 +52,7 @@ def test_a_changed_line_is_refused(tmp_path: Path) -> None:
             LineStore(tmp_path / "f", HEAD)
 
 
-def test_a_line_of_another_file_is_refused(tmp_path: Path) -> None:
+def test_a_line_of_another_file_is_refused(tmp_path):
     whole = written(tmp_path / "f")
     other = {"kind": "test", "made_by": {"seed": 2}}
     with LineStore(tmp_path / "g", other):
@@ -66,7 +63,7 @@ def test_a_line_of_another_file_is_refused(tmp_path: Path) -> None:
         LineStore(tmp_path / "g", other)
 
 
-def test_another_run_is_told(tmp_path: Path) -> None:
+def test_another_run_is_told(tmp_path):
     written(tmp_path / "f")
     with pytest.raises(OtherRunError) as caught:
         LineStore(tmp_path / "f", {"kind": "test", "made_by": {"seed": 2}})
@@ -76,13 +73,13 @@ def test_another_run_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"[]\n", b"\xff\n", b"{\n", b"\n", json.dumps([[0]] * 3).encode() + b"\n"]
 )
-def test_what_is_no_such_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_such_file_is_refused(tmp_path, content):
     (tmp_path / "f").write_bytes(content)
     with pytest.raises(DataError, match="line 1"):
         LineStore(tmp_path / "f", HEAD)
 
 
-def test_links_pipes_and_folders_are_refused(tmp_path: Path) -> None:
+def test_links_pipes_and_folders_are_refused(tmp_path):
     (tmp_path / "secret").write_text("s")
     (tmp_path / "link").symlink_to(tmp_path / "secret")
     os.mkfifo(tmp_path / "pipe")
@@ -93,13 +90,13 @@ def test_links_pipes_and_folders_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / "secret").read_text() == "s"
 
 
-def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
+def test_two_runs_do_not_write_one_file(tmp_path):
     with LineStore(tmp_path / "f", HEAD), pytest.raises(DataError, match="another run"):
         LineStore(tmp_path / "f", HEAD)
 
 
-def test_a_durable_line_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
+def test_a_durable_line_is_synced(tmp_path, monkeypatch):
+    synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     with LineStore(tmp_path / "f", HEAD) as store:
         store.add({"n": 1})
@@ -110,7 +107,7 @@ def test_a_durable_line_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(synced) == 3
 
 
-def test_lines_are_read_while_another_run_writes(tmp_path: Path) -> None:
+def test_lines_are_read_while_another_run_writes(tmp_path):
     assert read_lines(tmp_path / "f", HEAD) == []
     with LineStore(tmp_path / "f", HEAD) as store:
         store.add(LINES[0])
@@ -119,7 +116,7 @@ def test_lines_are_read_while_another_run_writes(tmp_path: Path) -> None:
         assert read_lines(tmp_path / "f", HEAD) == LINES[:1]
 
 
-def test_a_file_that_cannot_grow_is_reported_and_stays_usable(tmp_path: Path) -> None:
+def test_a_file_that_cannot_grow_is_reported_and_stays_usable(tmp_path):
     whole = written(tmp_path / "f")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, hard))

@@ -1,7 +1,5 @@
 """What the process keeps of freed memory; threads that the system refuses."""
 
-from __future__ import annotations
-
 import _thread
 import subprocess
 import sys
@@ -33,13 +31,11 @@ assert resident() < before - 50_000, (before, resident())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's own business")
-def test_holes_in_the_heap_are_given_back() -> None:
+def test_holes_in_the_heap_are_given_back():
     subprocess.run([sys.executable, "-c", HOLES], check=True)
 
 
-def test_few_kernels_are_kept_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_few_kernels_are_kept_unless_the_user_says_otherwise(monkeypatch):
     monkeypatch.delenv(process.KERNEL_CACHE, raising=False)
     process.limit_kernel_cache()
     assert process.os.environ[process.KERNEL_CACHE] == str(process.CACHED_KERNELS)
@@ -86,16 +82,14 @@ assert resident() < before + 5_000, (before, resident())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's own business")
-def test_threads_reuse_each_others_buffers() -> None:
+def test_threads_reuse_each_others_buffers():
     subprocess.run([sys.executable, "-c", ONE_HEAP], check=True)
 
 
 @pytest.mark.parametrize(("device", "wakes"), [
     ("auto", True), ("cuda", True), ("cuda:1", True), ("cpu", False), ("cuda:x", False),
 ])  # fmt: skip
-def test_a_gpu_is_woken_beside_other_work(
-    device: str, wakes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_is_woken_beside_other_work(device, wakes, monkeypatch):
     """And where there is none, nothing happens: it is for others to say so."""
     started, failed = [], []
     start = threading.Thread.start
@@ -169,22 +163,22 @@ def test_a_writer_without_threads_leaves_nothing_behind(monkeypatch, tmp_path, a
         assert (tmp_path / "out").is_dir()
 
 
-def test_works_are_done_side_by_side_to_their_end() -> None:
+def test_works_are_done_side_by_side_to_their_end():
     meeting, done = threading.Barrier(3, timeout=60), []
 
-    def work(number: int) -> None:
+    def work(number):
         meeting.wait()  # nobody passes before all are here
         if number == 1:
             raise ValueError("the second")
         done.append(number)
 
     with pytest.raises(ValueError, match="the second"):
-        run_in_threads([lambda n=n: work(n) for n in range(3)], "tests")  # type: ignore[misc]
+        run_in_threads([lambda n=n: work(n) for n in range(3)], "tests")
     assert sorted(done) == [0, 2]
     run_in_threads([], "tests")
 
 
-def test_libraries_of_cuda_run_out_of_memory_too() -> None:
+def test_libraries_of_cuda_run_out_of_memory_too():
     failed = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
     assert is_out_of_memory(RuntimeError(failed))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))

@@ -1,11 +1,7 @@
 """Every job by several processes (torchrun, gloo) gives what one process gives."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +23,7 @@ PLAIN = {"device": "cpu", "dtype": "float64"}
 
 # By name: family, settings, how far results may be apart. Newton's method ends when a step promises
 # little, which depends on the steps before it.
-CALIBRATIONS: dict[str, tuple[str, dict[str, Any], float]] = {
+CALIBRATIONS = {
     "calibrate": ("olmoe", {}, 1e-5),
     "measured": (
         "qwen3_moe", {"targets": "source-features", "holdout": 0.4, "measure": True}, 1e-5,
@@ -41,20 +37,20 @@ DIAGNOSES = {
     "groups": ("deepseek_v3", {}),
 }
 # Of rows of two tokens, some experts get none in one rank, or in all.
-STATISTICS: dict[str, tuple[str, dict[str, Any]]] = {
+STATISTICS = {
     "gram": ("olmoe", {"kind": "gram", "max_length": 2}),
     "shared": ("deepseek_v3", {"kind": "gram"}),
     "activation": ("olmoe", {"kind": "activation", "max_length": 2}),
     "fisher": ("qwen3_moe", {"kind": "fisher", "max_length": 2}),
 }
 # Of two models in float32, so that rounding of what is stored is small beside the moves.
-REFITS: dict[str, tuple[str, dict[str, Any]]] = {
+REFITS = {
     "maps": ("olmoe", {"holdout": 0.4}),
     "gates": ("qwen3_moe", {"holdout": 0.0, "ridge": 0.01}),
     "shares": ("deepseek_v3", {"holdout": 0.4}),
 }
 # By name: the rest of a config, and settings. Statistics differ by rounding, all else does not.
-MERGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+MERGES = {
     "dare": (
         "olmoe",
         {"merge_method": "dare_ties", "parameters": {"density": 0.5, "weight": 0.5}, "seed": 3},
@@ -67,7 +63,7 @@ MERGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 BY_THREE = ("sources", "plain", "gram", "shares", "dare")
 
 
-def by_ranks(names: Iterable[str]) -> list[tuple[int, str]]:
+def by_ranks(names):
     """Numbers of processes, and the jobs that so many do."""
     return [(ranks, name) for ranks in (2, 3) for name in names if ranks == 2 or name in BY_THREE]
 
@@ -75,7 +71,7 @@ def by_ranks(names: Iterable[str]) -> list[tuple[int, str]]:
 class Jobs:
     """What is done, by one process and by several, with one folder of results for each."""
 
-    def __init__(self, folder: Path, family: Callable[..., Path]) -> None:
+    def __init__(self, folder, family):
         self.folder = folder
         self.cases = {}
         for name in ("olmoe", "qwen3_moe", "deepseek_v3"):
@@ -90,7 +86,7 @@ class Jobs:
             done = getattr(moemerge, one["name"])(*one["words"], **one["options"])
             Path(f"{one['report']}.0").write_text(json.dumps(done.to_json()))
 
-    def _write_configs(self) -> None:
+    def _write_configs(self):
         for name, (family, values, settings) in MERGES.items():
             case = self.cases[family]
             models = dict(case.sources)
@@ -100,7 +96,7 @@ class Jobs:
                     models[n] = quantised_zoo.convert(
                         path, self.folder / f"{n}-fp8", section, codes, shards=2
                     )
-            config: dict[str, Any] = {
+            config = {
                 **values, "models": [{"model": str(p), "name": n} for n, p in models.items()],
             }  # fmt: skip
             if name == "dare":
@@ -109,7 +105,7 @@ class Jobs:
                 config["data"] = {n: str(path) for n, path in case.data.items()}
             (self.folder / f"{name}.yml").write_text(yaml.safe_dump(config))
 
-    def all(self, out: Path) -> Iterator[dict[str, Any]]:
+    def all(self, out):
         for name, (family, settings, _) in CALIBRATIONS.items():
             case = self.cases[family]
             yield job(
@@ -142,7 +138,7 @@ class Jobs:
             )  # fmt: skip
 
 
-def all_done(folder: Path, family: Callable[..., Path]) -> Jobs:
+def all_done(folder, family):
     """All of them done by one process, by two and by three, in one start."""
     jobs = Jobs(folder, family)
     rounds = {}
@@ -160,7 +156,7 @@ def all_done(folder: Path, family: Callable[..., Path]) -> Jobs:
 UNLIKE = ("seconds", "statistics_seconds", "created", "command", "output", "disk")
 
 
-def assert_alike(one: Any, other: Any, where: str = "") -> None:
+def assert_alike(one, other, where=""):
     """Documents with the same words, and numbers that differ by rounding alone."""
     assert type(one) is type(other), where
     if isinstance(one, dict):
@@ -178,7 +174,7 @@ def assert_alike(one: Any, other: Any, where: str = "") -> None:
         assert one == other, where
 
 
-def reports(done: tuple[Path, Path], name: str) -> list[Any]:
+def reports(done, name):
     """One process's, and those of every rank, which are the same."""
     return [
         json.loads(path.read_text())
@@ -187,14 +183,14 @@ def reports(done: tuple[Path, Path], name: str) -> list[Any]:
     ]
 
 
-def read_once(done: tuple[Path, Path], name: str) -> None:
+def read_once(done, name):
     """All ranks together have read what one process reads."""
     one, *others = (report["bytes_read"]["files"] for report in reports(done, name))
     assert one > 0
     assert others == [one] * len(others)
 
 
-def same_routers(done: tuple[Path, Path], jobs: Jobs, name: str) -> None:
+def same_routers(done, jobs, name):
     family, settings, close = CALIBRATIONS[name]
     read_once(done, name)
     assert off(*(folder / name for folder in done), jobs.cases[family].merged) < close
@@ -214,7 +210,7 @@ def same_routers(done: tuple[Path, Path], jobs: Jobs, name: str) -> None:
     )
 
 
-def same_figures(done: tuple[Path, Path], _: Jobs, name: str) -> None:
+def same_figures(done, _, name):
     alone, *others = reports(done, name)
     assert alone["layers"]
     assert bool(alone["swaps"]) == (name == "swaps")
@@ -222,7 +218,7 @@ def same_figures(done: tuple[Path, Path], _: Jobs, name: str) -> None:
         assert_alike(alone, report)
 
 
-def same_statistics(done: tuple[Path, Path], _: Jobs, name: str) -> None:
+def same_statistics(done, _, name):
     alone, *others = reports(done, name)
     for report in others:
         assert_alike(alone, report)
@@ -239,7 +235,7 @@ def same_statistics(done: tuple[Path, Path], _: Jobs, name: str) -> None:
         assert torch.allclose(value, theirs[key], rtol=1e-6, atol=close), key
 
 
-def same_bytes(done: tuple[Path, Path], _: Jobs, name: str) -> None:
+def same_bytes(done, _, name):
     alone, *others = reports(done, name)
     for report in others:
         assert_alike(alone, report)
@@ -254,7 +250,7 @@ def same_bytes(done: tuple[Path, Path], _: Jobs, name: str) -> None:
     assert not [path for path in other.parent.iterdir() if path.name.startswith(".")]
 
 
-def same_maps(done: tuple[Path, Path], jobs: Jobs, name: str) -> None:
+def same_maps(done, jobs, name):
     family, settings = REFITS[name]
     read_once(done, name)
     assert off(*(folder / name for folder in done), jobs.cases[family].merged) < 1e-4
@@ -271,7 +267,7 @@ def same_maps(done: tuple[Path, Path], jobs: Jobs, name: str) -> None:
     assert others[0]["layers"] == others[1]["layers"]
 
 
-def test_every_job_by_several_processes(tmp_path: Path, zoo_folder: Callable[..., Path]) -> None:
+def test_every_job_by_several_processes(tmp_path, zoo_folder):
     """One test: workers that share the tests would each do all the jobs."""
     jobs = all_done(tmp_path, zoo_folder)
     for same, names in (

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -10,12 +8,12 @@ from moemerge.runtime import devices, ranks
 from moemerge.runtime.ranks import SINGLE, Ranks
 
 
-def shares(groups: list[list[int]], of: int) -> list[list[list[int]]]:
+def shares(groups, of):
     return [Ranks(of, rank).share(groups) for rank in range(of)]
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 8])
-def test_every_piece_is_somebodys_and_everybody_has_one_of_each_group(of: int) -> None:
+def test_every_piece_is_somebodys_and_everybody_has_one_of_each_group(of):
     groups = [[900, 30, 30, 20, 20, 10, 5, 5, 1], [7] * 12, [50, 40, 30, 20, 10, 9, 8, 7]]
     dealt = shares(groups, of)
     for at, sizes in enumerate(groups):
@@ -24,14 +22,14 @@ def test_every_piece_is_somebodys_and_everybody_has_one_of_each_group(of: int) -
         assert all(own[at] for own in dealt)
 
 
-def test_the_load_is_even() -> None:
+def test_the_load_is_even():
     sizes = [[100 - n for n in range(60)], [50 - n for n in range(40)]]
     dealt = shares(sizes, 4)
     loads = [sum(sizes[at][p] for at, own in enumerate(mine) for p in own) for mine in dealt]
     assert max(loads) < 1.05 * min(loads)
 
 
-def test_in_one_process_nothing_happens() -> None:
+def test_in_one_process_nothing_happens():
     values = torch.arange(3.0)
     cpu = values.device
     alone = Ranks.join(cpu)
@@ -52,7 +50,7 @@ def test_in_one_process_nothing_happens() -> None:
     assert (ranks.neighbours(), ranks.sharing(values.device)) == (1, 1)
 
 
-def test_memory_and_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_cores_are_shared_out(monkeypatch):
     cpu = torch.device("cpu")
     cores, memory = devices.cpu_count(), devices.available_memory(cpu)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -61,7 +59,7 @@ def test_memory_and_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert devices.available_memory(cpu) < memory / 4
 
 
-def test_workers_count_on_a_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_count_on_a_share_of_memory(monkeypatch):
     cpu = torch.device("cpu")
     memory = devices.available_memory(cpu)
     monkeypatch.setattr(devices, "_workers", {})
@@ -74,15 +72,13 @@ def test_workers_count_on_a_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> 
     ("device", "gpus", "backend"),
     [("cuda", 2, "nccl"), ("cuda", 1, "gloo"), ("cuda:0", 2, "gloo"), ("cpu", 0, "gloo")],
 )
-def test_ranks_talk_by_nccl_where_each_has_a_gpu(
-    device: str, gpus: int, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_talk_by_nccl_where_each_has_a_gpu(device, gpus, backend, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert ranks._backend(torch.device(device)) == backend
 
 
-def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_cannot_meet(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -90,9 +86,7 @@ def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         Ranks.join(torch.device("cpu"))
 
 
-def test_processes_of_several_machines_are_refused_where_files_are_shared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_processes_of_several_machines_are_refused_where_files_are_shared(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "6")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     ranks.on_one_machine("merge")

@@ -1,9 +1,6 @@
 """Two processes on one card, which talk by gloo, give what one process gives there."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ ON_GPU = {"device": "cuda:0", "dtype": "float64"}
 
 
 @pytest.mark.gpu
-def test_two_ranks_on_one_card(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_two_ranks_on_one_card(zoo_folder, tmp_path):
     case = cases.make_case(zoo_folder("olmoe"), tmp_path, rows=8)
     for source in case.sources.values():
         zoo.tiny_tokenizer(source)

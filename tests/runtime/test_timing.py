@@ -1,7 +1,5 @@
 """Stopwatches, progress and dtypes."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -15,7 +13,7 @@ from moemerge.runtime.timing import Stopwatch, peak_memory
 CPU = torch.device("cpu")
 
 
-def test_spans_add_up() -> None:
+def test_spans_add_up():
     watch = Stopwatch(CPU)
     for _ in range(2):
         with watch.span("sleep"):
@@ -31,7 +29,7 @@ def test_spans_add_up() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_timed_on_its_own_line() -> None:
+def test_a_gpu_is_timed_on_its_own_line():
     watch = Stopwatch(torch.device("cuda"))
     x = torch.randn(2048, 2048, device="cuda")
     with watch.span("products"):
@@ -42,7 +40,7 @@ def test_a_gpu_is_timed_on_its_own_line() -> None:
     assert (peak_memory(torch.device("cuda")) or 0) >= x.numel() * 4
 
 
-def test_one_is_no_plural() -> None:
+def test_one_is_no_plural():
     assert counted(1, "row") == "1 row"
     assert [counted(n, "row") for n in (0, 2, 12345)] == ["0 rows", "2 rows", "12,345 rows"]
     assert counted(1, "row holds", "rows hold") == "1 row holds"
@@ -50,14 +48,14 @@ def test_one_is_no_plural() -> None:
 
 
 @pytest.mark.parametrize("dtype", Dtype)
-def test_a_dtype_is_what_torch_says(dtype: Dtype) -> None:
+def test_a_dtype_is_what_torch_says(dtype):
     assert dtype.itemsize == dtype.torch.itemsize
     assert dtype.is_floating_point == dtype.torch.is_floating_point
     assert Dtype.of(dtype.torch) is Dtype.of(dtype) is dtype
     assert str(dtype) == f"{dtype}" == dtype_name(dtype.torch) == dtype_name(dtype)
 
 
-def test_names_that_weights_can_have() -> None:
+def test_names_that_weights_can_have():
     assert parse_dtype("torch.bfloat16") is parse_dtype("bfloat16") is Dtype.BFLOAT16
     assert [d.torch for d in FLOATS] == [
         torch.float32,

@@ -1,11 +1,7 @@
 """The file of statistics: what is written comes back; what does not fit is refused."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,17 +20,16 @@ from moemerge.statistics.provenance import (
     tokenizer_fingerprint,
 )
 
-Folder = Callable[..., Path]
 WIDTH = 32  # of the tiny models
 Q, K, OUT = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qko")
 
 
-def opened(folder: Path) -> tuple[Checkpoint, Architecture]:
+def opened(folder):
     checkpoint = Checkpoint.open(folder)
     return checkpoint, Architecture.of(checkpoint.config, checkpoint.tensors)
 
 
-def provenance(folder: Path) -> Provenance:
+def provenance(folder):
     checkpoint, architecture = opened(folder)
     return Provenance(
         model=str(folder),
@@ -51,12 +46,12 @@ def provenance(folder: Path) -> Provenance:
     )
 
 
-def symmetric(width: int, seed: int) -> torch.Tensor:
+def symmetric(width, seed):
     x = torch.randn(width, width, generator=torch.Generator().manual_seed(seed))
     return x @ x.T
 
 
-def write(folder: Path, out: Path, *, overwrite: bool = False) -> Path:
+def write(folder, out, *, overwrite=False):
     """Grams of three units in two tensors; nothing came to the last."""
     keys = [Q, K, OUT]
     with StatisticsWriter(
@@ -71,31 +66,29 @@ def write(folder: Path, out: Path, *, overwrite: bool = False) -> Path:
 
 
 @pytest.fixture(scope="module")
-def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def olmoe(tmp_path_factory):
     folder = zoo.build("olmoe", tmp_path_factory.mktemp("olmoe"))
     return zoo.tiny_tokenizer(folder)
 
 
 @pytest.mark.parametrize("width", [1, 5, 128, 129, 300])
-def test_a_packed_matrix_comes_back(width: int) -> None:
+def test_a_packed_matrix_comes_back(width):
     matrix = symmetric(width, width)
     packed = pack_symmetric(matrix)
     assert packed.shape == (packed_size(width),)
     assert torch.equal(unpack_symmetric(packed, width), matrix)
 
 
-def test_what_is_written_comes_back(olmoe: Path, tmp_path: Path) -> None:
+def test_what_is_written_comes_back(olmoe, tmp_path):
     with Statistics.open(write(olmoe, tmp_path / "a.stats")) as found:
         assert found.kind == "gram"
         assert found.provenance == provenance(olmoe)
         assert found.notices == ("a word",)
         for key in (Q, K):
             gram = found.read("gram", key)
-            assert gram is not None
             assert torch.equal(gram.values, symmetric(WIDTH, 0))
             assert gram.tokens == found.tokens(key) == 11
         empty = found.read("gram", OUT)
-        assert empty is not None
         assert empty.tokens == 0
         assert not empty.values.any()
         assert found.read("gram", "model.norm.weight") is None
@@ -106,12 +99,12 @@ def test_what_is_written_comes_back(olmoe: Path, tmp_path: Path) -> None:
         found.check_fits("math", checkpoint, architecture)
 
 
-def test_two_files_of_one_content_have_the_same_bytes(olmoe: Path, tmp_path: Path) -> None:
+def test_two_files_of_one_content_have_the_same_bytes(olmoe, tmp_path):
     one = write(olmoe, tmp_path / "a.stats").read_bytes()
     assert write(olmoe, tmp_path / "b.stats").read_bytes() == one
 
 
-def test_a_file_is_not_overwritten_unasked(olmoe: Path, tmp_path: Path) -> None:
+def test_a_file_is_not_overwritten_unasked(olmoe, tmp_path):
     out = write(olmoe, tmp_path / "a.stats")
     with pytest.raises(CheckpointError, match="exists"):
         write(olmoe, out)
@@ -122,7 +115,7 @@ def test_a_file_is_not_overwritten_unasked(olmoe: Path, tmp_path: Path) -> None:
         write(olmoe, tmp_path / "none" / "a.stats")
 
 
-def test_without_a_commit_nothing_is_left(olmoe: Path, tmp_path: Path) -> None:
+def test_without_a_commit_nothing_is_left(olmoe, tmp_path):
     with StatisticsWriter(
         tmp_path / "a.stats", kind="gram", provenance=provenance(olmoe), keys=[Q]
     ) as writer:
@@ -130,7 +123,7 @@ def test_without_a_commit_nothing_is_left(olmoe: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_run_left_is_removed(olmoe: Path, tmp_path: Path) -> None:
+def test_what_a_killed_run_left_is_removed(olmoe, tmp_path):
     dead = tmp_path / ".a.stats.partial-999999999-0123abcd"
     mine = tmp_path / f".a.stats.partial-{os.getpid()}-0123abcd"
     for path in (dead, mine):
@@ -140,16 +133,7 @@ def test_what_a_killed_run_left_is_removed(olmoe: Path, tmp_path: Path) -> None:
     assert mine.exists()  # of a process that still runs
 
 
-def test_a_disk_that_takes_a_part_of_the_header_gets_the_rest(
-    olmoe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = write(olmoe, tmp_path / "whole").read_bytes()
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:1000], at))
-    assert write(olmoe, tmp_path / "parts").read_bytes() == whole
-
-
-def test_a_value_of_another_shape_is_refused(olmoe: Path, tmp_path: Path) -> None:
+def test_a_value_of_another_shape_is_refused(olmoe, tmp_path):
     with StatisticsWriter(
         tmp_path / "a.stats", kind="fisher", provenance=provenance(olmoe), keys=[Q]
     ) as writer:
@@ -161,14 +145,14 @@ def test_a_value_of_another_shape_is_refused(olmoe: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("keep", [0, 4, 1000, -8])
-def test_a_truncated_file_is_refused(olmoe: Path, tmp_path: Path, keep: int) -> None:
+def test_a_truncated_file_is_refused(olmoe, tmp_path, keep):
     path = write(olmoe, tmp_path / "a.stats")
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CheckpointError):
         Statistics.open(path)
 
 
-def test_a_foreign_file_is_refused(olmoe: Path, tmp_path: Path) -> None:
+def test_a_foreign_file_is_refused(olmoe, tmp_path):
     with pytest.raises(CheckpointError, match="holds no statistics"):
         Statistics.open(olmoe / "model.safetensors")
     with pytest.raises(CheckpointError, match="folder"):
@@ -184,7 +168,7 @@ def test_a_foreign_file_is_refused(olmoe: Path, tmp_path: Path) -> None:
         Statistics.open(damaged)
 
 
-def test_values_of_another_dtype_are_refused(olmoe: Path, tmp_path: Path) -> None:
+def test_values_of_another_dtype_are_refused(olmoe, tmp_path):
     path = write(olmoe, tmp_path / "a.stats")
     with safe_open(path, framework="pt") as found:
         metadata = found.metadata()
@@ -197,24 +181,14 @@ def test_values_of_another_dtype_are_refused(olmoe: Path, tmp_path: Path) -> Non
 # --- fitting ------------------------------------------------------------------------------------
 
 
-def refused(path: Path, folder: Path) -> str:
+def refused(path, folder):
     checkpoint, architecture = opened(folder)
     with Statistics.open(path) as found, pytest.raises(CheckpointError) as error:
         found.check_fits("math", checkpoint, architecture)
     return str(error.value)
 
 
-def test_statistics_of_another_model_are_refused(olmoe: Path, tmp_path: Path) -> None:
-    path = write(olmoe, tmp_path / "a.stats")
-    other = zoo.perturb(olmoe, tmp_path / "other", seed=1)
-    assert "same shapes but other weights" in refused(path, other)
-    wide = zoo.build("olmoe", tmp_path / "wide", hidden_size=64)
-    assert "in 'math'" in refused(path, wide)
-    family = zoo.build("mixtral", tmp_path / "family")
-    assert "of the family olmoe" in refused(path, family)
-
-
-def test_statistics_of_another_tokenizer_are_refused(olmoe: Path, tmp_path: Path) -> None:
+def test_statistics_of_another_tokenizer_are_refused(olmoe, tmp_path):
     path = write(olmoe, tmp_path / "a.stats")
     moved = tmp_path / "moved"
     shutil.copytree(olmoe, moved)
@@ -228,7 +202,7 @@ def test_statistics_of_another_tokenizer_are_refused(olmoe: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "gpt_oss", "qwen3_moe"])
-def test_a_model_has_one_fingerprint_in_every_layout(family: str, zoo_folder: Folder) -> None:
+def test_a_model_has_one_fingerprint_in_every_layout(family, zoo_folder):
     plain, fused = (zoo_folder(family, fused=fused) for fused in (False, True))
     other = zoo_folder(family, seed=1)
     assert model_fingerprint(*opened(plain)) == model_fingerprint(*opened(fused))
@@ -237,9 +211,7 @@ def test_a_model_has_one_fingerprint_in_every_layout(family: str, zoo_folder: Fo
 
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
-def test_one_expert_makes_another_model(
-    family: str, fused: bool, zoo_folder: Folder, tmp_path: Path
-) -> None:
+def test_one_expert_makes_another_model(family, fused, zoo_folder, tmp_path):
     folder = zoo_folder(family, fused=fused)
     before = model_fingerprint(*opened(folder))
     checkpoint, architecture = opened(folder)
@@ -254,7 +226,7 @@ def test_one_expert_makes_another_model(
         assert model_fingerprint(*opened(moved)) != before, unit.key
 
 
-def test_any_tensor_makes_another_model(olmoe: Path, tmp_path: Path) -> None:
+def test_any_tensor_makes_another_model(olmoe, tmp_path):
     before = model_fingerprint(*opened(olmoe))
     tensors = load_file(olmoe / "model.safetensors")
     moved = tmp_path / "moved"
@@ -267,7 +239,7 @@ def test_any_tensor_makes_another_model(olmoe: Path, tmp_path: Path) -> None:
         assert model_fingerprint(*opened(moved)) != before, name
 
 
-def test_a_link_is_replaced_and_what_it_points_to_is_kept(olmoe: Path, tmp_path: Path) -> None:
+def test_a_link_is_replaced_and_what_it_points_to_is_kept(olmoe, tmp_path):
     other, out = tmp_path / "elsewhere" / "mine.json", tmp_path / "out.stats"
     other.parent.mkdir()
     write(olmoe, other)

@@ -1,7 +1,5 @@
 """The demo computes what it shows, on any trained set, and clears away only what is its own."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,16 +1,11 @@
 """Which tokens of a row are learnt, and that its tokens are those that every job reads."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 import zoo
 from moemerge.errors import DataError, UsageError
-from moemerge.text.answers import Answers, load_answers
+from moemerge.text.answers import load_answers
 from moemerge.text.batches import BATCH_VALUES, gpu_batch_tokens, make_batches
 from moemerge.text.domains import Domain, TextSettings, load_domain
 from moemerge.text.tokens import load_tokenizer
@@ -24,20 +19,20 @@ TURNS = [
 
 
 @pytest.fixture
-def chat(tmp_path: Path) -> Any:
+def chat(tmp_path):
     return load_tokenizer(zoo.tiny_tokenizer(tmp_path, chat_template=True))
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Any:
+def plain(tmp_path):
     return load_tokenizer(zoo.tiny_tokenizer(tmp_path))
 
 
-def read(tokenizer: Any, *rows: dict[str, Any], **settings: Any) -> Answers:
+def read(tokenizer, *rows, **settings):
     return load_answers(rows, tokenizer, TextSettings(**settings))
 
 
-def words(tokenizer: Any, answers: Answers) -> list[str]:
+def words(tokenizer, answers):
     """What is learnt of each row, in words."""
     return [
         " ".join(tokenizer.convert_ids_to_tokens([t for t, on in zip(*pair, strict=True) if on]))
@@ -45,7 +40,7 @@ def words(tokenizer: Any, answers: Answers) -> list[str]:
     ]
 
 
-def test_every_answer_of_a_conversation_is_learnt_with_its_end(chat: Any) -> None:
+def test_every_answer_of_a_conversation_is_learnt_with_its_end(chat):
     answers = read(chat, {"messages": TURNS})
     assert words(chat, answers) == ["two <|end|> four five <|end|>"]
     assert answers.tokens == 16
@@ -53,18 +48,18 @@ def test_every_answer_of_a_conversation_is_learnt_with_its_end(chat: Any) -> Non
     assert answers.notices == ()
 
 
-def test_plain_text_is_learnt_whole(plain: Any) -> None:
+def test_plain_text_is_learnt_whole(plain):
     answers = read(plain, {"text": "one two three"})
     assert words(plain, answers) == ["one two three"]
     assert "does not learn where to stop" in answers.notices[0]
 
 
-def test_without_a_template_the_end_token_ends_an_answer(plain: Any) -> None:
+def test_without_a_template_the_end_token_ends_an_answer(plain):
     answers = read(plain, {"prompt": "what is one", "response": "two"})
     assert words(plain, answers) == ["two </s>"]
 
 
-def test_a_token_that_holds_some_of_the_answer_is_learnt(chat: Any) -> None:
+def test_a_token_that_holds_some_of_the_answer_is_learnt(chat):
     chat.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}{% endif %}"
@@ -73,7 +68,7 @@ def test_a_token_that_holds_some_of_the_answer_is_learnt(chat: Any) -> None:
     assert words(chat, answers) == ["<unk> and two"]  # ninetynine
 
 
-def test_tokens_are_those_of_every_other_job(chat: Any) -> None:
+def test_tokens_are_those_of_every_other_job(chat):
     rows = [{"messages": TURNS}, {"text": "one two"}, {"prompt": "one", "response": "two " * 40}]
     settings = TextSettings(max_length=16)
     theirs = load_domain("x", rows, chat, settings).rows
@@ -81,7 +76,7 @@ def test_tokens_are_those_of_every_other_job(chat: Any) -> None:
     assert [list(row.tokens) for row in ours] == [row.tolist() for row in theirs]
 
 
-def test_rows_without_an_answer_are_left_out_and_counted(chat: Any) -> None:
+def test_rows_without_an_answer_are_left_out_and_counted(chat):
     answers = read(chat, {"messages": TURNS}, {"messages": TURNS[:1]}, {"prompt": "one"})
     assert len(answers.rows) == 1
     assert answers.read == 3
@@ -90,7 +85,7 @@ def test_rows_without_an_answer_are_left_out_and_counted(chat: Any) -> None:
         read(chat, {"prompt": "one"})
 
 
-def test_an_answer_after_the_cut_is_no_answer(chat: Any) -> None:
+def test_an_answer_after_the_cut_is_no_answer(chat):
     row = {"prompt": "one " * 20, "response": "two"}
     with pytest.raises(DataError, match="begins after `max_length`, 8 tokens"):
         read(chat, row, max_length=8)
@@ -99,14 +94,14 @@ def test_an_answer_after_the_cut_is_no_answer(chat: Any) -> None:
     assert [note.partition(":")[0] for note in answers.notices[:1]] == ["1 row left out"]
 
 
-def test_a_limit_takes_the_same_rows_again(chat: Any) -> None:
+def test_a_limit_takes_the_same_rows_again(chat):
     rows = [{"prompt": "one", "response": f"two {n}"} for n in range(10)]
     first, again = (read(chat, *rows, limit=4, seed=3) for _ in range(2))
     assert len(first.rows) == 4
     assert first.rows == again.rows != read(chat, *rows, limit=4, seed=4).rows
 
 
-def test_a_template_that_rewrites_earlier_turns_leaves_the_last_answer(chat: Any) -> None:
+def test_a_template_that_rewrites_earlier_turns_leaves_the_last_answer(chat):
     chat.chat_template = (
         "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }}"
         "{% if loop.last and m['role'] == 'assistant' %} .{% endif %}<|end|>{% endfor %}"
@@ -118,34 +113,32 @@ def test_a_template_that_rewrites_earlier_turns_leaves_the_last_answer(chat: Any
     assert "are not learnt" in answers.notices[0]
 
 
-def test_a_template_that_hides_where_the_answer_begins_is_refused(chat: Any) -> None:
+def test_a_template_that_hides_where_the_answer_begins_is_refused(chat):
     chat.chat_template = "{{ messages | length }} {{ messages[-1]['content'] }}"
     with pytest.raises(DataError, match="where the answer begins is not known"):
         read(chat, {"messages": TURNS})
 
 
-def test_without_places_of_tokens_the_same_are_learnt(
-    chat: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_places_of_tokens_the_same_are_learnt(chat, monkeypatch):
     rows = [{"messages": TURNS}, {"text": "one two"}]
     fast = read(chat, *rows)
     monkeypatch.setattr(type(chat), "is_fast", property(lambda _: False))
     assert read(chat, *rows).rows == fast.rows
 
 
-def domain(name: str, lengths: list[int], held: tuple[int, ...] = ()) -> Domain:
+def domain(name, lengths, held=()):
     generator = torch.Generator().manual_seed(len(name))
 
-    def row(length: int) -> torch.Tensor:
+    def row(length):
         return torch.randint(5, 100, (length,), generator=generator)
 
     return Domain(name, tuple(map(row, lengths)), tuple(map(row, held)))
 
 
-def test_every_row_comes_back() -> None:
+def test_every_row_comes_back():
     domains = [domain("math", [3, 9, 1, 9, 4, 7], (5, 2)), domain("code", [8, 2, 2])]
     batches = make_batches(domains, batch_tokens=20)
-    found: dict[tuple[str, bool, int], torch.Tensor] = {}
+    found = {}
     for batch in batches:
         assert batch.input_ids.numel() <= 20
         assert bool((batch.input_ids[~batch.mask] == 0).all())
@@ -166,25 +159,25 @@ def test_every_row_comes_back() -> None:
     assert sum(batch.tokens for batch in batches) == sum(len(row) for row in expected.values())
 
 
-def test_longest_first_and_a_long_row_alone() -> None:
+def test_longest_first_and_a_long_row_alone():
     batches = make_batches([domain("math", [2, 50, 3, 4])], batch_tokens=12)
     assert [batch.places for batch in batches] == [(1,), (3, 2, 0)]
 
 
-def test_same_input_same_batches() -> None:
+def test_same_input_same_batches():
     for _ in range(2):
         batches = make_batches([domain("math", [5, 5, 5, 3, 5])], batch_tokens=10)
         assert [batch.places for batch in batches] == [(0, 1), (2, 4), (3,)]
 
 
-def test_refusals() -> None:
+def test_refusals():
     with pytest.raises(UsageError, match="batch_tokens is 0"):
         make_batches([domain("math", [1])], batch_tokens=0)
     with pytest.raises(DataError, match="must differ"):
         make_batches([domain("math", [1]), domain("math", [1])])
 
 
-def test_smaller_gpus_take_smaller_batches() -> None:
+def test_smaller_gpus_take_smaller_batches():
     sizes = {gb: gpu_batch_tokens(2048, gb * 10**9) for gb in (12, 24, 25, 48, 80, 85, 150)}
     assert sizes == {12: 8192, 24: 16384, 25: 16384, 48: 32768, 80: 65536, 85: 65536, 150: 65536}
     assert gpu_batch_tokens(4096, 150 * 10**9) == BATCH_VALUES // 4096

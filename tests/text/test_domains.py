@@ -1,51 +1,45 @@
 """Rows of every form become the tokens a person expects, or an error that says where."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import zoo
 from moemerge.errors import DataError, TokenizerError, UsageError
-from moemerge.text.domains import Domain, TextSettings, load_domain, load_domains
-from moemerge.text.rows import Conversation, TextRow, parse_row, source_names
+from moemerge.text.domains import TextSettings, load_domain, load_domains
+from moemerge.text.rows import TextRow, parse_row, source_names
 from moemerge.text.tokens import load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def chat(tmp_path_factory):
     return load_tokenizer(zoo.tiny_tokenizer(tmp_path_factory.mktemp("chat"), chat_template=True))
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def plain(tmp_path_factory):
     return load_tokenizer(zoo.tiny_tokenizer(tmp_path_factory.mktemp("plain")))
 
 
-def write(path: Path, *rows: Any) -> Path:
+def write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def words(tokenizer: Any, domain: Domain) -> list[list[str]]:
+def words(tokenizer, domain):
     return [tokenizer.convert_ids_to_tokens(row.tolist()) for row in domain.rows]
 
 
-def test_text_has_the_default_special_tokens(tmp_path: Path, plain: Any, chat: Any) -> None:
+def test_text_has_the_default_special_tokens(tmp_path, plain, chat):
     file = write(tmp_path / "a.jsonl", {"text": "one plus two"})
     for tokenizer in (plain, chat):
         domain = load_domain("math", file, tokenizer)
         assert words(tokenizer, domain) == [["<s>", "one", "plus", "two"]]
 
 
-def test_messages_go_through_the_template_without_a_generation_prompt(
-    tmp_path: Path, chat: Any
-) -> None:
+def test_messages_go_through_the_template_without_a_generation_prompt(tmp_path, chat):
     turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     domain = load_domain("math", write(tmp_path / "a.jsonl", {"messages": turns}), chat)
     assert words(chat, domain) == [
@@ -53,7 +47,7 @@ def test_messages_go_through_the_template_without_a_generation_prompt(
     ]
 
 
-def test_gzip_and_blank_lines(tmp_path: Path, plain: Any) -> None:
+def test_gzip_and_blank_lines(tmp_path, plain):
     file = tmp_path / "a.jsonl.gz"
     with gzip.open(file, "wt") as out:
         out.write('{"text": "one"}\n\n{"text": "two"}\n')
@@ -63,16 +57,14 @@ def test_gzip_and_blank_lines(tmp_path: Path, plain: Any) -> None:
         load_domain("math", file, plain)
 
 
-def test_parquet_without_pyarrow_says_what_to_install(
-    tmp_path: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, plain, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"pip install 'moemerge\[parquet\]'"):
         load_domain("math", tmp_path / "a.parquet", plain)
 
 
-def test_parquet(tmp_path: Path, chat: Any) -> None:
+def test_parquet(tmp_path, chat):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [
@@ -103,16 +95,14 @@ def test_parquet(tmp_path: Path, chat: Any) -> None:
         ('{"messages": [{"from": "a"}]}\n', "role and content"),
     ],
 )
-def test_bad_files_are_named_with_their_row(
-    content: str, message: str, tmp_path: Path, chat: Any
-) -> None:
+def test_bad_files_are_named_with_their_row(content, message, tmp_path, chat):
     file = tmp_path / "a.jsonl"
     file.write_text(content)
     with pytest.raises(DataError, match=message):
         load_domain("math", file, chat)
 
 
-def test_missing_and_unknown_files(tmp_path: Path, plain: Any) -> None:
+def test_missing_and_unknown_files(tmp_path, plain):
     with pytest.raises(DataError, match="no such file"):
         load_domain("math", tmp_path / "a.jsonl", plain)
     with pytest.raises(DataError, match=r"unknown kind '\.csv'"):
@@ -123,13 +113,13 @@ def test_missing_and_unknown_files(tmp_path: Path, plain: Any) -> None:
         load_domains({}, plain)
 
 
-def test_messages_without_a_template(tmp_path: Path, plain: Any) -> None:
+def test_messages_without_a_template(tmp_path, plain):
     file = write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "one"}]})
     with pytest.raises(DataError, match=r"a\.jsonl, row 1: .*needs a chat template"):
         load_domain("math", file, plain)
 
 
-def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
+def test_a_template_that_refuses_a_row_names_it(tmp_path):
     tokenizer = load_tokenizer(zoo.tiny_tokenizer(tmp_path / "t", chat_template=True))
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     file = write(tmp_path / "a.jsonl", {"prompt": "one"})
@@ -137,7 +127,7 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
         load_domain("math", file, tokenizer)
 
 
-def test_no_token_for_a_domain(tmp_path: Path, chat: Any) -> None:
+def test_no_token_for_a_domain(tmp_path, chat):
     tokenizer = chat
     file = write(tmp_path / "a.jsonl", {"prompt": ""})
     saved = tokenizer.chat_template
@@ -149,7 +139,7 @@ def test_no_token_for_a_domain(tmp_path: Path, chat: Any) -> None:
         tokenizer.chat_template = saved
 
 
-def test_answers_are_found(tmp_path: Path, chat: Any, plain: Any) -> None:
+def test_answers_are_found(tmp_path, chat, plain):
     rows = [
         {"prompt": "one plus", "response": "two x"},
         {"text": "one two"},
@@ -157,7 +147,7 @@ def test_answers_are_found(tmp_path: Path, chat: Any, plain: Any) -> None:
     ]
     file = write(tmp_path / "a.jsonl", *rows)
     settings = TextSettings(answers=True)
-    found: dict[str, list[list[str]]] = {}
+    found = {}
     for name, tokenizer in (("chat", chat), ("plain", plain)):
         domain = load_domain("math", file, tokenizer, settings)
         assert [len(mask) for mask in domain.answers] == [len(row) for row in domain.rows]
@@ -178,11 +168,11 @@ def test_answers_are_found(tmp_path: Path, chat: Any, plain: Any) -> None:
     assert load_domain("math", text, chat, settings).answers == ()
 
 
-def numbered(path: Path, count: int) -> Path:
+def numbered(path, count):
     return write(path, *({"text": "one two three " + " ".join("x" * n)} for n in range(count)))
 
 
-def test_bounds(tmp_path: Path, plain: Any) -> None:
+def test_bounds(tmp_path, plain):
     file = numbered(tmp_path / "a.jsonl", 20)
     everything = load_domain("math", file, plain)
     assert [len(row) for row in everything.rows] == [4 + n for n in range(20)]
@@ -196,10 +186,10 @@ def test_bounds(tmp_path: Path, plain: Any) -> None:
     assert lengths != [4, 5, 6, 7, 8]  # but not just its beginning
 
 
-def test_sampling_is_a_matter_of_the_seed(tmp_path: Path, plain: Any) -> None:
+def test_sampling_is_a_matter_of_the_seed(tmp_path, plain):
     file = numbered(tmp_path / "a.jsonl", 40)
 
-    def lengths(name: str, seed: int) -> list[int]:
+    def lengths(name, seed):
         options = TextSettings(limit=10, seed=seed)
         return [len(row) for row in load_domain(name, file, plain, options).rows]
 
@@ -208,7 +198,7 @@ def test_sampling_is_a_matter_of_the_seed(tmp_path: Path, plain: Any) -> None:
     assert lengths("math", 0) != lengths("code", 0)
 
 
-def test_holdout_takes_rows_out(tmp_path: Path, plain: Any) -> None:
+def test_holdout_takes_rows_out(tmp_path, plain):
     file = numbered(tmp_path / "a.jsonl", 20)
     domain = load_domain("math", file, plain, TextSettings(holdout=0.1))
     assert len(domain.holdout) == 2
@@ -223,7 +213,7 @@ def test_holdout_takes_rows_out(tmp_path: Path, plain: Any) -> None:
 @pytest.mark.parametrize(
     "bad", [{"limit": 0}, {"max_tokens": 0}, {"max_length": 0}, {"holdout": 1.0}]
 )
-def test_options_are_checked(bad: dict[str, Any]) -> None:
+def test_options_are_checked(bad):
     with pytest.raises(UsageError, match=next(iter(bad))):
         TextSettings(**bad)
 
@@ -231,9 +221,7 @@ def test_options_are_checked(bad: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "key"), [("tokenizer_config.json", "bos_token"), ("tokenizer.json", "added_tokens")]
 )
-def test_keys_that_would_reach_the_terminal_are_refused(
-    tmp_path: Path, name: str, key: str
-) -> None:
+def test_keys_that_would_reach_the_terminal_are_refused(tmp_path, name, key):
     folder = zoo.tiny_tokenizer(tmp_path)
     path = folder / name
     token = {"__type": "AddedToken", "content": "<s>", "\x1b]0;x\x07": True}
@@ -242,14 +230,12 @@ def test_keys_that_would_reach_the_terminal_are_refused(
         load_tokenizer(folder)
 
 
-def test_folder_without_tokenizer(tmp_path: Path) -> None:
+def test_folder_without_tokenizer(tmp_path):
     with pytest.raises(TokenizerError, match="no usable tokenizer"):
         load_tokenizer(tmp_path)
 
 
-def test_a_tenth_is_held_out_by_default_where_there_are_many_rows(
-    tmp_path: Path, plain: Any
-) -> None:
+def test_a_tenth_is_held_out_by_default_where_there_are_many_rows(tmp_path, plain):
     many = write(tmp_path / "many.jsonl", *({"text": f"one {'two ' * n}"} for n in range(100)))
     few = write(tmp_path / "few.jsonl", *({"text": f"one {'two ' * n}"} for n in range(99)))
     auto = TextSettings(holdout="auto")
@@ -261,7 +247,7 @@ def test_a_tenth_is_held_out_by_default_where_there_are_many_rows(
     ]
 
 
-def split(file: Path, tokenizer: Any, **options: Any) -> tuple[list[str], list[str]]:
+def split(file, tokenizer, **options):
     """The first word of every row that is fitted, and of every row held out."""
     domain = load_domain("math", file, tokenizer, TextSettings(**options))
     sides = domain, domain.held_out
@@ -269,7 +255,7 @@ def split(file: Path, tokenizer: Any, **options: Any) -> tuple[list[str], list[s
     return kept, held
 
 
-def test_rows_of_one_group_are_held_out_together(tmp_path: Path, plain: Any) -> None:
+def test_rows_of_one_group_are_held_out_together(tmp_path, plain):
     names = zoo._WORDS.split()[:12]
     rows = [{"text": f"{names[n % 12]} {n // 10} {n % 10}", "doc": n % 12} for n in range(60)]
     file = write(tmp_path / "a.jsonl", *rows)
@@ -285,7 +271,7 @@ def test_rows_of_one_group_are_held_out_together(tmp_path: Path, plain: Any) -> 
     assert len(domain.holdout_groups) == 15
 
 
-def test_equal_rows_are_never_on_both_sides(tmp_path: Path, plain: Any) -> None:
+def test_equal_rows_are_never_on_both_sides(tmp_path, plain):
     names = zoo._WORDS.split()[:10]
     file = write(tmp_path / "a.jsonl", *({"text": names[n % 10]} for n in range(40)))
     for seed in range(5):
@@ -294,7 +280,7 @@ def test_equal_rows_are_never_on_both_sides(tmp_path: Path, plain: Any) -> None:
         assert not set(kept) & set(held)
 
 
-def test_equal_neighbours_join_their_groups(tmp_path: Path, plain: Any) -> None:
+def test_equal_neighbours_join_their_groups(tmp_path, plain):
     names = zoo._WORDS.split()
     texts = [names[0], names[1], names[1], names[2], *names[3:9]]
     docs = ["a", "a", "b", "b", "c", "d", "e", "f", "g", "h"]
@@ -305,7 +291,7 @@ def test_equal_neighbours_join_their_groups(tmp_path: Path, plain: Any) -> None:
         assert len([one for one in held if one in names[:3]]) in (0, 4)
 
 
-def test_a_group_that_cannot_be_used_is_an_error(tmp_path: Path, plain: Any) -> None:
+def test_a_group_that_cannot_be_used_is_an_error(tmp_path, plain):
     rows = [{"text": "one", "doc": 1}, {"text": "two", "page": 2}]
     file = write(tmp_path / "a.jsonl", *rows)
     with pytest.raises(DataError, match=r"row 2: no field 'doc', which `group` names"):
@@ -316,7 +302,7 @@ def test_a_group_that_cannot_be_used_is_an_error(tmp_path: Path, plain: Any) -> 
     assert split(file, plain, group="doc", holdout="auto")[1] == []
 
 
-def test_questions_with_answers_as_in_gsm8k(tmp_path: Path, chat: Any, plain: Any) -> None:
+def test_questions_with_answers_as_in_gsm8k(tmp_path, chat, plain):
     rows = [{"question": "one plus one", "answer": "two"}, {"question": "one"}]
     file = write(tmp_path / "a.jsonl", *rows)
     assert words(chat, load_domain("math", file, chat)) == [
@@ -333,7 +319,7 @@ def test_questions_with_answers_as_in_gsm8k(tmp_path: Path, chat: Any, plain: An
     assert not load_domain("math", lone, plain).notices
 
 
-def test_columns_can_be_named(tmp_path: Path, chat: Any, plain: Any) -> None:
+def test_columns_can_be_named(tmp_path, chat, plain):
     rows = [{"problem": "one", "solution": "two", "level": 3}]
     file = write(tmp_path / "a.jsonl", *rows)
     columns = {"prompt": "problem", "response": "solution"}
@@ -371,16 +357,14 @@ USER, ASSISTANT = {"role": "user", "content": "one"}, {"role": "assistant", "con
         {"instruction": "one", "input": "", "output": "two"},
     ],
 )
-def test_every_form_of_a_conversation_reads_question_and_answer(row: dict[str, Any]) -> None:
+def test_every_form_of_a_conversation_reads_question_and_answer(row):
     parsed = parse_row(TextRow("here", row))
-    assert isinstance(parsed, Conversation)
     assert parsed.turns == (USER, ASSISTANT)
     assert parse_row(TextRow("here", json.dumps(row).encode())) == parsed
 
 
-def test_the_input_of_an_alpaca_row_stands_below_its_instruction() -> None:
+def test_the_input_of_an_alpaca_row_stands_below_its_instruction():
     parsed = parse_row(TextRow("here", {"instruction": "add", "input": "1 2", "output": "3"}))
-    assert isinstance(parsed, Conversation)
     assert [turn["content"] for turn in parsed.turns] == ["add\n\n1 2", "3"]
 
 
@@ -396,12 +380,12 @@ def test_the_input_of_an_alpaca_row_stands_below_its_instruction() -> None:
         ({}, "keys found: none"),
     ],
 )
-def test_bad_rows(row: dict[str, Any], message: str) -> None:
+def test_bad_rows(row, message):
     with pytest.raises(DataError, match=message):
         parse_row(TextRow("here", row))
 
 
-def test_keys_that_no_form_reads_are_named_once_for_each_file(tmp_path: Path, chat: Any) -> None:
+def test_keys_that_no_form_reads_are_named_once_for_each_file(tmp_path, chat):
     one = write(
         tmp_path / "one.jsonl",
         {"prompt": "one", "respnse": "two", "id": 1},
@@ -415,7 +399,7 @@ def test_keys_that_no_form_reads_are_named_once_for_each_file(tmp_path: Path, ch
     )
 
 
-def test_rows_that_are_cut_are_counted(tmp_path: Path, chat: Any) -> None:
+def test_rows_that_are_cut_are_counted(tmp_path, chat):
     rows = [{"text": "one " * count} for count in (1, 5, 9)]
     file = write(tmp_path / "a.jsonl", *rows)
     (notice,) = load_domain("math", file, chat, TextSettings(max_length=4)).notices
@@ -425,7 +409,7 @@ def test_rows_that_are_cut_are_counted(tmp_path: Path, chat: Any) -> None:
     assert load_domain("math", file, chat, TextSettings(max_length=10, max_tokens=3)).notices == ()
 
 
-def test_rows_in_memory_are_the_same_as_in_a_file(tmp_path: Path, chat: Any) -> None:
+def test_rows_in_memory_are_the_same_as_in_a_file(tmp_path, chat):
     rows = [{"text": "one two"}, {"prompt": "one", "completion": "two", "id": 4}]
     file = write(tmp_path / "a.jsonl", *rows)
     here, there = load_domain("math", rows, chat), load_domain("math", file, chat)
@@ -438,6 +422,6 @@ def test_rows_in_memory_are_the_same_as_in_a_file(tmp_path: Path, chat: Any) -> 
         load_domain("math", [rows[0], {"words": "a"}], chat)
 
 
-def test_names_in_upper_case(tmp_path: Path, chat: Any) -> None:
+def test_names_in_upper_case(tmp_path, chat):
     file = write(tmp_path / "A.JSONL", {"text": "one"})
     assert len(load_domain("math", file, chat).rows) == 1

@@ -1,14 +1,10 @@
 """Files that are larger than what is held in memory give the rows that a small one would."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 import random
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +23,7 @@ WORDS = ["one", "two", "three", "four", "five"]
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 
 
-def write(path: Path, count: int = 60) -> Path:
+def write(path, count=60):
     """Rows of a prompt (every seventh a repetition), its answer and plain text."""
     made = [
         {
@@ -48,18 +44,18 @@ def write(path: Path, count: int = 60) -> Path:
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Any:
+def tokenizer(tmp_path):
     return load_tokenizer(zoo.tiny_tokenizer(tmp_path / "tokenizer"))
 
 
 @pytest.fixture
-def little(monkeypatch: pytest.MonkeyPatch) -> None:
+def little(monkeypatch):
     """Memory for some ten rows."""
     monkeypatch.setattr(reading, "HELD_BYTES", 1000)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_rows_are_taken_in_the_order_asked_for(tmp_path: Path, suffix: str, little: None) -> None:
+def test_rows_are_taken_in_the_order_asked_for(tmp_path, suffix, little):
     found = Rows([write(tmp_path / f"a{suffix}"), {"text": "in memory"}])
     assert len(found) == 61
     order = found.shuffled(random.Random(3))
@@ -70,12 +66,10 @@ def test_rows_are_taken_in_the_order_asked_for(tmp_path: Path, suffix: str, litt
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_jobs_choose_the_same_rows_of_a_large_file(
-    tmp_path: Path, suffix: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_choose_the_same_rows_of_a_large_file(tmp_path, suffix, tokenizer, monkeypatch):
     file = write(tmp_path / f"a{suffix}")
 
-    def chosen() -> list[Any]:
+    def chosen():
         bounded, whole = TextSettings(limit=20, max_tokens=50, seed=1), TextSettings()
         data = DataSettings.model_validate({"limit": 15, "keep": "all"})
         asked = DataRequest("m", tmp_path / "out.jsonl", data, prompts=[file])
@@ -99,14 +93,14 @@ def test_jobs_choose_the_same_rows_of_a_large_file(
     assert chosen() == held
 
 
-def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, little: None) -> None:
+def test_a_file_that_changes_meanwhile_is_refused(tmp_path, little):
     found = Rows([write(tmp_path / "a.jsonl")])
     write(tmp_path / "a.jsonl", 59)
     with pytest.raises(DataError, match="60 rows when read first, now 59"):
         list(found.take([3]))
 
 
-def test_a_pipe_is_held(tmp_path: Path, little: None) -> None:
+def test_a_pipe_is_held(tmp_path, little):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     lines = write(tmp_path / "a.jsonl").read_bytes()
@@ -117,9 +111,7 @@ def test_a_pipe_is_held(tmp_path: Path, little: None) -> None:
     assert len(found) == len(list(found)) == len(list(found)) == 60
 
 
-def test_all_of_a_large_file_is_too_much_for_one_domain(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, little: None
-) -> None:
+def test_all_of_a_large_file_is_too_much_for_one_domain(tmp_path, tokenizer, monkeypatch, little):
     file = write(tmp_path / "a.jsonl")
     monkeypatch.setattr("moemerge.text.domains.MOST_TEXT_BYTES", 2000)
     with pytest.raises(DataError, match="the text of one domain has more than") as caught:
@@ -128,9 +120,7 @@ def test_all_of_a_large_file_is_too_much_for_one_domain(
     assert len(load_domain("d", file, tokenizer, TextSettings(limit=5)).rows) == 5
 
 
-def test_what_unpacks_to_far_more_than_text_does_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little: None
-) -> None:
+def test_what_unpacks_to_far_more_than_text_does_is_refused(tmp_path, monkeypatch, little):
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(b'{"text": "one"}\n' * 10**5 + b"\n" * 10**5))
     monkeypatch.setattr(rows, "MOST_TEXT_BYTES", 10**5)
@@ -140,7 +130,7 @@ def test_what_unpacks_to_far_more_than_text_does_is_refused(
     assert len(Rows([file])) == 10**5
 
 
-def test_a_row_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_bounded(tmp_path, monkeypatch):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "one"}\n' + json.dumps({"text": "two " * 100}) + "\n")
     monkeypatch.setattr(rows, "MOST_ROW_BYTES", 100)
@@ -149,13 +139,11 @@ def test_a_row_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("bound", [{"max_length": 8}, {"max_tokens": 8}])
-def test_of_a_long_row_only_the_beginning_is_tokenized(
-    bound: dict[str, int], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
+def test_of_a_long_row_only_the_beginning_is_tokenized(bound, tokenizer, monkeypatch):
+    seen = []
     call = type(tokenizer).__call__
 
-    def counting(self: Any, text: Any, **how: Any) -> Any:
+    def counting(self, text, **how):
         seen.extend(map(len, [text] if isinstance(text, str) else text))
         return call(self, text, **how)
 
@@ -165,7 +153,7 @@ def test_of_a_long_row_only_the_beginning_is_tokenized(
     assert 0 < max(seen) < 10**4
 
 
-def test_a_large_file_is_read_in_less_memory(tmp_path: Path) -> None:
+def test_a_large_file_is_read_in_less_memory(tmp_path):
     file = tmp_path / "large.jsonl"
     count = 160
     with open(file, "wb") as out:

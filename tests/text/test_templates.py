@@ -1,13 +1,9 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 import zoo
 from moemerge.errors import DataError, TokenizerError
 from moemerge.text import templates
-from moemerge.text.tokens import Tokenizer, load_tokenizer
+from moemerge.text.tokens import load_tokenizer
 
 TURNS = [
     {"role": "user", "content": "what is one", "tool_calls": [{"a": 1}]},
@@ -45,16 +41,14 @@ HOSTILE = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
     return load_tokenizer(zoo.tiny_tokenizer(folder, chat_template=True))
 
 
 @pytest.mark.parametrize("template", SAME)
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_what_transformers_writes(
-    tokenizer: Tokenizer, template: str, add_generation_prompt: bool
-) -> None:
+def test_what_transformers_writes(tokenizer, template, add_generation_prompt):
     tokenizer.chat_template = template
     expected = tokenizer.apply_chat_template(
         TURNS, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -69,14 +63,14 @@ def test_what_transformers_writes(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("template", HOSTILE)
-def test_what_grows_or_digs_without_end_is_refused(tokenizer: Tokenizer, template: str) -> None:
+def test_what_grows_or_digs_without_end_is_refused(tokenizer, template):
     tokenizer.chat_template = template
     with pytest.raises(DataError, match="row 1: the tokenizer's chat template refuses this row"):
         templates.render_turns(TURNS, tokenizer, "row 1", add_generation_prompt=False)
 
 
 @pytest.mark.timeout(60)
-def test_loops_end(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_end(tokenizer, monkeypatch):
     monkeypatch.setattr(templates, "MOST_SECONDS", 0.2)
     loops = ["{% for a in range(99999) %}" * depth + "{% endfor %}" * depth for depth in (2, 3)]
     for tokenizer.chat_template in loops:
@@ -84,13 +78,13 @@ def test_loops_end(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Non
             templates.render_turns(TURNS, tokenizer, "row 1", add_generation_prompt=False)
 
 
-def test_a_template_that_is_none_is_named(tokenizer: Tokenizer) -> None:
+def test_a_template_that_is_none_is_named(tokenizer):
     tokenizer.chat_template = "{% if"
     with pytest.raises(TokenizerError, match="chat template cannot be used"):
         templates.render_turns(TURNS, tokenizer, "row 1", add_generation_prompt=False)
 
 
-def test_half_a_character_is_named(tokenizer: Tokenizer) -> None:
+def test_half_a_character_is_named(tokenizer):
     tokenizer.chat_template = "{{ 'x\\ud800' }}"
     with pytest.raises(DataError, match=r"row 1: .* makes half a character"):
         templates.render_turns(TURNS, tokenizer, "row 1", add_generation_prompt=False)

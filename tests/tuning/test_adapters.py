@@ -1,11 +1,5 @@
 """LoRA: merged into the base's own layout, or kept as an adapter."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import peft
 import pytest
 import torch
@@ -16,16 +10,13 @@ from moemerge.errors import ArchitectureError, UsageError
 from tuning.cases import changed, make_base, tune
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=torch.tensor([[4, 50, 23, 10, 7]])).logits
-    return found
+        return model.eval()(input_ids=torch.tensor([[4, 50, 23, 10, 7]])).logits
 
 
 @pytest.mark.parametrize("family", [pytest.param("olmoe", marks=pytest.mark.slow), "qwen3_moe"])
-def test_merged_and_kept_are_the_same_model(
-    family: str, zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_merged_and_kept_are_the_same_model(family, zoo_folder, tmp_path):
     """peft reads the adapter and runs it; we have merged it. Qwen3's first layer is dense."""
     base = make_base(zoo_folder(family), tmp_path / "base")
     report = tune(base, tmp_path / "merged", lora=4)
@@ -34,10 +25,10 @@ def test_merged_and_kept_are_the_same_model(
     for part in ("experts.0.gate_proj", "experts.7.down_proj", "mlp.gate.", "q_proj"):
         assert any(part in name for name in names), part
     assert not [name for name in names if "embed" in name or "lm_head" in name or "norm" in name]
-    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
-    ours: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    plain: Any = AutoModelForCausalLM.from_pretrained(base)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(base)
     assert not torch.allclose(logits(ours), logits(plain), atol=1e-2)
     torch.testing.assert_close(logits(ours), logits(adapted), atol=1e-4, rtol=1e-4)
     with Checkpoint.open(f"{base}+{tmp_path / 'adapter'}") as read:
@@ -46,13 +37,13 @@ def test_merged_and_kept_are_the_same_model(
     assert report.parameters < 60_000
 
 
-def test_an_adapter_of_routers_changes_routers_alone(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_routers_changes_routers_alone(base, tmp_path):
     tune(base, tmp_path / "out", lora=2, only="routers")
     routers = {f"model.layers.{n}.mlp.gate.weight" for n in range(2)}
     assert changed(base, tmp_path / "out") == routers
 
 
-def test_an_adapter_folder_holds_no_model(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_folder_holds_no_model(base, tmp_path):
     report = tune(base, tmp_path / "out", lora=2, adapter=True, steps=1)
     assert report.kind == "adapter"
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
@@ -65,9 +56,7 @@ def test_an_adapter_folder_holds_no_model(base: Path, tmp_path: Path) -> None:
     assert "An adapter for" in (tmp_path / "out/README.md").read_text()
 
 
-def test_what_cannot_be_is_refused_before_training(
-    base: Path, zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_what_cannot_be_is_refused_before_training(base, zoo_folder, tmp_path):
     with pytest.raises(UsageError, match="no rank"):
         tune(base, tmp_path / "out", adapter=True)
     tune(base, tmp_path / "adapter", lora=2, adapter=True, steps=1)
@@ -80,7 +69,7 @@ def test_what_cannot_be_is_refused_before_training(
 
 
 @pytest.mark.slow
-def test_a_model_with_an_adapter_is_tuned_as_a_whole(base: Path, tmp_path: Path) -> None:
+def test_a_model_with_an_adapter_is_tuned_as_a_whole(base, tmp_path):
     tune(base, tmp_path / "adapter", lora=2, adapter=True)
     tune(f"{base}+{tmp_path / 'adapter'}", tmp_path / "out", only="routers")
     tune(base, tmp_path / "merged", lora=2)

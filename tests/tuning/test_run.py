@@ -1,11 +1,6 @@
 """Whole trainings of a few steps: what changes, what stays, and what OUT holds."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +20,7 @@ from together import job, together
 from tuning.cases import changed, make_base, rows, tune
 
 
-def test_a_tuned_model_is_the_base_with_other_weights(base: Path, tmp_path: Path) -> None:
+def test_a_tuned_model_is_the_base_with_other_weights(base, tmp_path):
     report = tune(base, tmp_path / "out", steps=8)
     assert report.last_loss < 0.8 * report.first_loss
     assert [point.step for point in report.curve] == list(range(1, 9))
@@ -39,7 +34,7 @@ def test_a_tuned_model_is_the_base_with_other_weights(base: Path, tmp_path: Path
     AutoModelForCausalLM.from_pretrained(out)
 
 
-def test_what_was_done_is_told(base: Path, tmp_path: Path) -> None:
+def test_what_was_done_is_told(base, tmp_path):
     report = tune(base, tmp_path / "out", seed=3)
     written = json.loads((tmp_path / "out/moemerge_report.json").read_text())["tuning"]
     assert written["settings"]["seed"] == 3
@@ -53,12 +48,12 @@ def test_what_was_done_is_told(base: Path, tmp_path: Path) -> None:
     assert "on the answers of 32 rows" in card
 
 
-def test_the_first_loss_is_the_mean_over_answers(base: Path, tmp_path: Path) -> None:
+def test_the_first_loss_is_the_mean_over_answers(base, tmp_path):
     """Prompts and padding count for nothing; worked out row by row from plain forward passes."""
     report = tune(base, tmp_path / "out", batch=32, micro_batch=8, steps=1)
     tokenizer = load_tokenizer(base)
     answers = load_answers(rows(), tokenizer, TextSettings())
-    model: Any = AutoModelForCausalLM.from_pretrained(base).eval()
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
     total = count = 0.0
     for row in answers.rows:
         ids = torch.tensor([row.tokens])
@@ -70,20 +65,20 @@ def test_the_first_loss_is_the_mean_over_answers(base: Path, tmp_path: Path) -> 
     assert report.first_loss == pytest.approx(total / count, rel=1e-5)
 
 
-def test_packed_rows_do_not_see_each_other(base: Path, tmp_path: Path) -> None:
+def test_packed_rows_do_not_see_each_other(base, tmp_path):
     whole = tune(base, tmp_path / "a", batch=32, micro_batch=32, steps=1)
     packed = tune(base, tmp_path / "b", batch=16, steps=1, packing=True, max_length=64)
     assert packed.first_loss == pytest.approx(whole.first_loss, rel=1e-5)
 
 
-def test_only_routers_leaves_everything_else_bit_for_bit(base: Path, tmp_path: Path) -> None:
+def test_only_routers_leaves_everything_else_bit_for_bit(base, tmp_path):
     report = tune(base, tmp_path / "out", only="routers")
     routers = {f"model.layers.{n}.mlp.gate.weight" for n in range(2)}
     assert changed(base, tmp_path / "out") == routers
     assert report.parameters == 2 * zoo.EXPERTS * zoo.HIDDEN
 
 
-def test_the_balancing_loss_is_off_unless_asked_for(base: Path, tmp_path: Path) -> None:
+def test_the_balancing_loss_is_off_unless_asked_for(base, tmp_path):
     plain = tune(base, tmp_path / "a", steps=1)
     balanced = tune(base, tmp_path / "b", steps=1, aux_loss=0.5)
     assert balanced.first_loss > plain.first_loss + 0.1
@@ -97,9 +92,7 @@ def test_the_balancing_loss_is_off_unless_asked_for(base: Path, tmp_path: Path) 
         pytest.param("gpt_oss", False, marks=pytest.mark.slow),
     ],
 )
-def test_every_layout_comes_back(
-    family: str, fused: bool, zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_every_layout_comes_back(family, fused, zoo_folder, tmp_path):
     """In bfloat16 and in shards; the trained model runs as it is told on disk."""
     built = zoo_folder(family, fused=fused, dtype=torch.bfloat16, shard_size="60KB")
     base = make_base(built, tmp_path / "base")
@@ -115,9 +108,7 @@ def test_every_layout_comes_back(
     assert after.first_loss < 0.9 * report.first_loss
 
 
-def test_steps_too_small_for_what_is_stored_add_up(
-    zoo_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_steps_too_small_for_what_is_stored_add_up(zoo_folder, tmp_path):
     """The optimiser's steps are the learning rate at most, and bfloat16 has eight bits: 1e-4 added
     to more than 2^-4 is lost, unless the sum is kept in more bits and rounded once."""
     built = zoo_folder("olmoe", num_hidden_layers=2, dtype=torch.bfloat16)
@@ -132,7 +123,7 @@ def test_steps_too_small_for_what_is_stored_add_up(
     assert moved > 0.2
 
 
-def test_the_optimiser_is_adam_without_weight_decay(base: Path, tmp_path: Path) -> None:
+def test_the_optimiser_is_adam_without_weight_decay(base, tmp_path):
     """Adam's first step is the learning rate for every weight that has a gradient."""
     tune(base, tmp_path / "out", steps=1, warmup=0.0, learning_rate=1e-3)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -142,7 +133,7 @@ def test_the_optimiser_is_adam_without_weight_decay(base: Path, tmp_path: Path) 
     assert float((step > 0.99e-3).float().mean()) > 0.9
 
 
-def test_tuning_a_merge_keeps_what_the_merge_said(base: Path, tmp_path: Path) -> None:
+def test_tuning_a_merge_keeps_what_the_merge_said(base, tmp_path):
     other = zoo.perturb(base, tmp_path / "other", seed=1)
     config = {
         "merge_method": "linear",
@@ -157,7 +148,7 @@ def test_tuning_a_merge_keeps_what_the_merge_said(base: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_bytes(base: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes(base, tmp_path):
     for out, seed in (("a", 1), ("b", 1), ("c", 2)):
         tune(base, tmp_path / out, seed=seed, steps=2)
     assert changed(tmp_path / "a", tmp_path / "b") == set()
@@ -165,7 +156,7 @@ def test_the_same_seed_gives_the_same_bytes(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does(base: Path, tmp_path: Path) -> None:
+def test_two_processes_train_as_one_does(base, tmp_path):
     """The mean over all answers of a step, whichever process has them; rank 0 writes alone."""
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
@@ -184,9 +175,7 @@ def test_two_processes_train_as_one_does(base: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_rows_that_cannot_be_shared_alike_are_refused(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_cannot_be_shared_alike_are_refused(base, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UsageError, match="3 processes cannot share evenly"):
         tune(base, tmp_path / "out")
@@ -211,9 +200,7 @@ FAMILIES = [
 @pytest.mark.parametrize(
     ("family", "fused"), [*((family, False) for family in FAMILIES), ("olmoe", True)]
 )
-def test_what_moves_in_memory_moves_on_disk(
-    family: str, fused: bool, zoo_folder: Callable[..., Path]
-) -> None:
+def test_what_moves_in_memory_moves_on_disk(family, fused, zoo_folder):
     """All parameters plus one in memory are all stored tensors plus one."""
     if not zoo.installed(family):
         pytest.skip(f"{family} is not in this transformers")

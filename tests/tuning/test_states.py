@@ -1,10 +1,5 @@
 """Interrupted trainings: what is left, and that they end as if nothing had happened."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 import zoo
@@ -17,7 +12,7 @@ from tuning.cases import InterruptedAt, changed, rows, tune
 @pytest.mark.parametrize(
     "how", [{}, pytest.param({"lora": 2}, marks=pytest.mark.slow)], ids=["whole", "lora"]
 )
-def test_resuming_ends_with_the_same_bytes(how: dict[str, Any], base: Path, tmp_path: Path) -> None:
+def test_resuming_ends_with_the_same_bytes(how, base, tmp_path):
     how = {**how, "steps": 6, "save_every": 2}
     whole = tune(base, tmp_path / "a", **how)
     with pytest.raises(KeyboardInterrupt):
@@ -31,14 +26,14 @@ def test_resuming_ends_with_the_same_bytes(how: dict[str, Any], base: Path, tmp_
     assert {p.name for p in tmp_path.iterdir()} == {"base", "a", "b"}
 
 
-def test_before_the_first_state_nothing_is_left(base: Path, tmp_path: Path) -> None:
+def test_before_the_first_state_nothing_is_left(base, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tune(base, tmp_path / "new" / "out", progress=InterruptedAt(1), save_every=3)
     assert {p.name for p in tmp_path.iterdir()} == {"base"}
     assert tune(base, tmp_path / "out", resume=True).resumed == 0
 
 
-def test_states_of_another_training_are_not_mixed_in(base: Path, tmp_path: Path) -> None:
+def test_states_of_another_training_are_not_mixed_in(base, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tune(base, tmp_path / "out", progress=InterruptedAt(3), save_every=1)
     with pytest.raises(
@@ -55,14 +50,14 @@ def test_states_of_another_training_are_not_mixed_in(base: Path, tmp_path: Path)
     assert not saved_path(tmp_path / "out").exists()
 
 
-def test_states_are_a_tenth_of_the_way_apart(base: Path, tmp_path: Path) -> None:
+def test_states_are_a_tenth_of_the_way_apart(base, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tune(base, tmp_path / "out", progress=InterruptedAt(5), steps=20)
     assert [p.name for p in saved_path(tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-4"]
 
 
 @pytest.mark.slow
-def test_a_state_that_was_not_saved_whole_does_not_count(base: Path, tmp_path: Path) -> None:
+def test_a_state_that_was_not_saved_whole_does_not_count(base, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tune(base, tmp_path / "out", progress=InterruptedAt(3), save_every=1)
     (half,) = saved_path(tmp_path / "out").glob("checkpoint-*")
@@ -70,7 +65,7 @@ def test_a_state_that_was_not_saved_whole_does_not_count(base: Path, tmp_path: P
     assert tune(base, tmp_path / "out", resume=True).resumed == 0
 
 
-def test_only_states_whose_files_are_complete_count(tmp_path: Path) -> None:
+def test_only_states_whose_files_are_complete_count(tmp_path):
     states = SavedStates(tmp_path / "out", {"rows": "a"})
     for step in (1, 2):
         state = states.folder / f"checkpoint-{step}"
@@ -84,7 +79,7 @@ def test_only_states_whose_files_are_complete_count(tmp_path: Path) -> None:
     assert [p.name for p in states.folder.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
-def test_states_of_an_older_format_are_refused(tmp_path: Path) -> None:
+def test_states_of_an_older_format_are_refused(tmp_path):
     states = SavedStates(tmp_path / "out", {"rows": "a"})
     (states.folder / "checkpoint-1").mkdir()
     mark_complete(states.folder / "checkpoint-1")

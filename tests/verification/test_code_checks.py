@@ -1,7 +1,5 @@
 """Programs judged by their tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from moemerge.errors import DataError, UsageError
@@ -108,14 +106,13 @@ def test_the_block_that_defines_the_function_is_the_program():
     tests = row_tests(HUMANEVAL)
     response = "```python\nprint(half(3))\n```\n```python\ndef half(x): return 1\n```"
     program = program_of(response, tests)
-    assert program is not None
     assert program.endswith("def half(x): return 1\n")
     assert program.startswith("from math import floor")
     future = "```python\nfrom __future__ import annotations\ndef half(x): return 1\n```"
     assert str(program_of(future, tests)).startswith("from __future__")
 
 
-def test_a_program_that_waits_is_not_said_to_compute() -> None:
+def test_a_program_that_waits_is_not_said_to_compute():
     limits = Limits(cpu_seconds=1, wall_seconds=2)
     judged = CodeVerifier(allow_code=True, limits=limits).check(
         PLAIN, "import time\ntime.sleep(60)"

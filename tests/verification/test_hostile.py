@@ -1,10 +1,7 @@
 """Programs that nobody should run, run: each is stopped, and nothing outside notices."""
 
-from __future__ import annotations
-
 import os
 import socket
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +27,11 @@ class Deed:
 
 
 @pytest.fixture(scope="module")
-def deeds(tmp_path_factory) -> Mapping[str, Deed]:
+def deeds(tmp_path_factory):
     """All of them at once: most only wait for their end."""
     verifier = CodeVerifier(allow_code=True, limits=LIMITS)
 
-    def commit(program: str) -> Deed:
+    def commit(program):
         outside = tmp_path_factory.mktemp("outside")
         (outside / "kept").write_text("kept")
         with socket.socket() as listener:
@@ -71,7 +68,7 @@ def test_after_all_of_them_nobody_is_left_and_an_honest_program_passes(deeds):
     assert CodeVerifier(allow_code=True).check(ROW, HONEST).right
 
 
-def _left_behind() -> list[str]:
+def _left_behind():
     """Confined processes of ours, or that lost their parent: their command line names them."""
     running = []
     for entry in Path("/proc").iterdir():

@@ -1,7 +1,5 @@
 """Instructions through lm-eval's checkers."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("lm_eval")

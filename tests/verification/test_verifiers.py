@@ -1,7 +1,5 @@
 """Words, choices, checks of the user's own, the memory for judgements, and checks by name."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -113,7 +111,7 @@ class Counting:
 
     name = "counting"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[str] = []
         self.closed = False
 
@@ -126,7 +124,7 @@ class Counting:
             return Judgement(Grade.TIMEOUT)
         return RIGHT if response == row["answer"] else Judgement(Grade.WRONG, "é")
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
 

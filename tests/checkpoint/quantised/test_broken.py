@@ -1,11 +1,6 @@
 """Damaged or lying quantised checkpoints are refused in our words, and nothing is written."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,72 +13,71 @@ from moemerge.errors import CheckpointError, MoeMergeError, NumericalError
 W = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 INT4 = qz.weights(4, "int", "group", group_size=8)
 ASYMMETRIC = qz.weights(4, "int", "group", group_size=8, symmetric=False)
-Change = Callable[[dict[str, Any], qz.Parts], None]
 
 
-def fp8() -> tuple[dict[str, Any], qz.Parts]:
+def fp8():
     return qz.fp8_config(8, 8), qz.block_fp8(8, 8)("a.weight", W)
 
 
-def mxfp4() -> tuple[dict[str, Any], qz.Parts]:
+def mxfp4():
     return {"quant_method": "mxfp4"}, qz.mxfp4("m.experts.down_proj", W.view(1, 32, 16))
 
 
-def row() -> tuple[dict[str, Any], qz.Parts]:
+def row():
     return qz.weights(8, "float", "channel"), qz.fp8_scaled("channel")("a.weight", W)
 
 
-def modelopt() -> tuple[dict[str, Any], qz.Parts]:
+def modelopt():
     return qz.MODELOPT, qz.nvfp4(compressed=False)("a.weight", W)
 
 
-def int4() -> tuple[dict[str, Any], qz.Parts]:
+def int4():
     return json.loads(json.dumps(INT4)), qz.packed(4, 8)("a.weight", W)
 
 
-def asymmetric() -> tuple[dict[str, Any], qz.Parts]:
+def asymmetric():
     parts = qz.packed(4, 8, zeros=True, shuffled=True)("a.weight", W)
     return json.loads(json.dumps(ASYMMETRIC)), parts
 
 
-def channel() -> tuple[dict[str, Any], qz.Parts]:
+def channel():
     return qz.weights(4, "int", "channel"), qz.packed(4)("a.weight", W)
 
 
-def drop(name: str) -> Change:
-    def change(section: dict[str, Any], parts: qz.Parts) -> None:
+def drop(name):
+    def change(section, parts):
         del parts[name]
 
     return change
 
 
-def cut(name: str, rows: int = 1) -> Change:
+def cut(name, rows=1):
     return lambda section, parts: parts.update({name: parts[name][:rows].clone()})
 
 
-def cast(name: str, dtype: torch.dtype) -> Change:
+def cast(name, dtype):
     return lambda section, parts: parts.update({name: parts[name].to(dtype)})
 
 
-def fill(name: str, value: float) -> Change:
-    def change(section: dict[str, Any], parts: qz.Parts) -> None:
+def fill(name, value):
+    def change(section, parts):
         parts[name].view(-1)[1] = value
 
     return change
 
 
-def state(**values: Any) -> Change:
+def state(**values):
     return lambda section, parts: section.update(values)
 
 
-def state_weights(**values: Any) -> Change:
-    def change(section: dict[str, Any], parts: qz.Parts) -> None:
+def state_weights(**values):
+    def change(section, parts):
         section["config_groups"]["group_0"]["weights"].update(values)
 
     return change
 
 
-HEADERS: list[tuple[Callable[[], Any], Change, str]] = [
+HEADERS = [
     (fp8, drop("a.weight_scale_inv"), "no a.weight_scale_inv"),
     (fp8, drop("a.weight"), "no quantised weight|none of them is"),
     (fp8, cut("a.weight_scale_inv"), r"needs scales \[2, 4\]"),
@@ -134,7 +128,7 @@ HEADERS: list[tuple[Callable[[], Any], Change, str]] = [
 
 
 @pytest.mark.parametrize(("make", "change", "words"), HEADERS)
-def test_refused_from_headers(make: Any, change: Change, words: str, tmp_path: Path) -> None:
+def test_refused_from_headers(make, change, words, tmp_path):
     section, parts = make()
     section, names = json.loads(json.dumps(section)), list(parts)
     change(section, parts)
@@ -147,7 +141,7 @@ def test_refused_from_headers(make: Any, change: Change, words: str, tmp_path: P
         assert any(name in message for name in [*names, "'a.weight'", "'a'"])
 
 
-NUMBERS: list[tuple[Callable[[], Any], Change, str]] = [
+NUMBERS = [
     (fp8, fill("a.weight_scale_inv", 0.0), "not above zero and finite, the first is 0.0"),
     (fp8, fill("a.weight_scale_inv", float("nan")), "the first is nan"),
     (fp8, fill("a.weight_scale_inv", float("inf")), "the first is inf"),
@@ -169,9 +163,7 @@ NUMBERS: list[tuple[Callable[[], Any], Change, str]] = [
 
 @pytest.mark.parametrize("requantize", ["no", "same"])
 @pytest.mark.parametrize(("make", "change", "words"), NUMBERS)
-def test_refused_while_merging(
-    make: Any, change: Change, words: str, requantize: Any, tmp_path: Path
-) -> None:
+def test_refused_while_merging(make, change, words, requantize, tmp_path):
     section, parts = make()
     change(section, parts)
     write(tmp_path / "model", section, parts)
@@ -197,7 +189,7 @@ def test_refused_while_merging(
         {},
     ],
 )
-def test_other_formats_are_refused_by_name(section: dict[str, Any], tmp_path: Path) -> None:
+def test_other_formats_are_refused_by_name(section, tmp_path):
     write(tmp_path / "model", section, {"a.weight": W})
     assert Checkpoint.open(tmp_path / "model").quantisation is None
     config = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "model")}]}
@@ -212,7 +204,7 @@ def test_other_formats_are_refused_by_name(section: dict[str, Any], tmp_path: Pa
     ("name", "found"),
     [("a.qweight", "GPTQ or AWQ"), ("a.SCB", "bitsandbytes, int8"), ("x.gguf", "GGUF files")],
 )
-def test_files_of_other_formats_are_refused_by_name(name: str, found: str, tmp_path: Path) -> None:
+def test_files_of_other_formats_are_refused_by_name(name, found, tmp_path):
     write(tmp_path, {}, {"a.weight": W, name: W[:1].clone()})
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
     if name.endswith(".gguf"):
@@ -223,7 +215,7 @@ def test_files_of_other_formats_are_refused_by_name(name: str, found: str, tmp_p
     assert "unquantised original" in str(caught.value)
 
 
-def write(folder: Path, section: Any, parts: qz.Parts) -> None:
+def write(folder, section, parts):
     folder.mkdir(exist_ok=True)
     qz.save(parts, folder)
     config = {"model_type": "of-tomorrow", "num_hidden_layers": 1, "quantization_config": section}

@@ -1,43 +1,33 @@
 """Quantised checkpoints read as transformers and compressed-tensors dequantise them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 import quantised_zoo as qz
 import zoo
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.quantised import scheme as kinds
-from moemerge.checkpoint.quantised.scheme import Codes
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import Dtype
 
-Folder = Callable[..., Path]
-
 
 @pytest.fixture
-def bf16(zoo_folder: Folder) -> Folder:
-    def folder(model_type: str, **options: Any) -> Path:
+def bf16(zoo_folder):
+    def folder(model_type, **options):
         return zoo_folder(model_type, dtype=torch.bfloat16, **options)
 
     return folder
 
 
-def dequantised(folder: Path) -> Any:
+def dequantised(folder):
     """transformers' own model in bfloat16."""
     with zoo._quiet():
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 
-def as_saved(model: Any, folder: Path) -> dict[str, Tensor]:
+def as_saved(model, folder):
     """A model's tensors under their names on disk."""
     model.config.quantization_config = None
     model.hf_quantizer = None
@@ -50,9 +40,7 @@ def as_saved(model: Any, folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_moe", "glm4_moe", "minimax_m2"])
 @pytest.mark.parametrize("scales", ["float32", "powers of two", "exponents"])
-def test_block_fp8_is_what_transformers_loads(
-    bf16: Folder, tmp_path: Path, model_type: str, scales: str
-) -> None:
+def test_block_fp8_is_what_transformers_loads(bf16, tmp_path, model_type, scales):
     quantise = {
         "float32": qz.block_fp8(8, 8),
         "powers of two": qz.block_fp8(8, 8, powers=True),
@@ -70,7 +58,7 @@ def test_block_fp8_is_what_transformers_loads(
         assert torch.equal(checkpoint[name], theirs[name]), name
 
 
-def test_mxfp4_is_what_transformers_loads(bf16: Folder, tmp_path: Path) -> None:
+def test_mxfp4_is_what_transformers_loads(bf16, tmp_path):
     plain = bf16("gpt_oss", intermediate_size=64, hidden_size=96)
     folder = qz.convert(plain, tmp_path / "mx", {"quant_method": "mxfp4"}, qz.mxfp4, qz.is_stack)
     checkpoint = Checkpoint.open(folder)
@@ -85,7 +73,7 @@ def test_mxfp4_is_what_transformers_loads(bf16: Folder, tmp_path: Path) -> None:
     assert stored == 8 * 96 * 128 // 2 + 8 * 128 * 3  # half a byte each, and a byte for 32
 
 
-CASES: dict[str, tuple[dict[str, Any], qz.Quantise]] = {
+CASES = {
     "fp8 tensor": (qz.weights(8, "float", "tensor"), qz.fp8_scaled("tensor")),
     "fp8 channel": (qz.weights(8, "float", "channel"), qz.fp8_scaled("channel")),
     "fp8 channel float32": (
@@ -114,7 +102,7 @@ SHAPES = [(13, 24), (24, 40), (9, 8), (33, 16), (17, 56)]
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_compressed_tensors_agrees(case: str, shape: tuple[int, int], tmp_path: Path) -> None:
+def test_compressed_tensors_agrees(case, shape, tmp_path):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
@@ -134,7 +122,7 @@ def test_compressed_tensors_agrees(case: str, shape: tuple[int, int], tmp_path: 
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_nvfp4_is_the_product_of_code_scale_and_factor(tmp_path: Path, compressed: bool) -> None:
+def test_nvfp4_is_the_product_of_code_scale_and_factor(tmp_path, compressed):
     """NVIDIA's description: e2m1 * e4m3 * float32, the even column in the lower half of a byte."""
     tensor = torch.randn(5, 48, generator=torch.Generator().manual_seed(3))
     tensor[1, 16:32] = 0  # a scale of zero
@@ -169,7 +157,7 @@ def test_nvfp4_is_the_product_of_code_scale_and_factor(tmp_path: Path, compresse
     assert torch.equal(theirs.decompress(state, scheme)["weight"].bfloat16(), expected)
 
 
-def test_fp8_of_modelopt_has_one_scale_for_a_tensor(tmp_path: Path) -> None:
+def test_fp8_of_modelopt_has_one_scale_for_a_tensor(tmp_path):
     tensor = torch.randn(6, 16, generator=torch.Generator().manual_seed(3))
     scale = tensor.abs().max() / 448
     codes = (tensor / scale).to(torch.float8_e4m3fn)
@@ -182,7 +170,7 @@ def test_fp8_of_modelopt_has_one_scale_for_a_tensor(tmp_path: Path) -> None:
         single(tmp_path / "b", section, parts)
 
 
-def test_one_zero_point_for_a_tensor(tmp_path: Path) -> None:
+def test_one_zero_point_for_a_tensor(tmp_path):
     tensor = torch.rand(6, 8, generator=torch.Generator().manual_seed(3))
     scale = (tensor.max() / 255).view(1)
     codes = (tensor / scale - 128).round().to(torch.int8)
@@ -199,7 +187,7 @@ def test_one_zero_point_for_a_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(13, 24), (300, 200), (128, 129), (1, 1)], ids=str)
-def test_ragged_blocks(shape: tuple[int, int], tmp_path: Path) -> None:
+def test_ragged_blocks(shape, tmp_path):
     """transformers takes its block size from the scales' shape and refuses or misreads such
     tensors (DeepSeek-V3's kv_a_proj has 576 rows in blocks of 128); compressed-tensors does not."""
     pytest.importorskip("compressed_tensors")
@@ -217,7 +205,7 @@ def test_ragged_blocks(shape: tuple[int, int], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-def test_one_scale_for_a_tensor(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_one_scale_for_a_tensor(shape, tmp_path):
     """`quant_method: fp8` without a block size."""
     tensor = torch.randn(13, 24, generator=torch.Generator().manual_seed(4))
     scale = tensor.abs().max() / 448
@@ -228,7 +216,7 @@ def test_one_scale_for_a_tensor(shape: tuple[int, ...], tmp_path: Path) -> None:
     assert checkpoint.tensors["a.weight"].stored_bytes == 13 * 24 + 4
 
 
-def test_scales_of_blocks_in_bfloat16(tmp_path: Path) -> None:
+def test_scales_of_blocks_in_bfloat16(tmp_path):
     tensor = torch.randn(16, 24, generator=torch.Generator().manual_seed(4))
     parts = qz.block_fp8(8, 8, torch.bfloat16)("a.weight", tensor)
     scales = parts["a.weight_scale_inv"].float().repeat_interleave(8, 0).repeat_interleave(8, 1)
@@ -236,7 +224,7 @@ def test_scales_of_blocks_in_bfloat16(tmp_path: Path) -> None:
     assert torch.equal(single(tmp_path, qz.fp8_config(8, 8), parts)["a.weight"], expected)
 
 
-def test_scales_under_another_name(tmp_path: Path) -> None:
+def test_scales_under_another_name(tmp_path):
     tensor = torch.randn(12, 24, generator=torch.Generator().manual_seed(4))
     parts = qz.block_fp8(8, 8)("a.weight", tensor)
     expected = single(tmp_path / "a", qz.fp8_config(8, 8), parts)["a.weight"]
@@ -248,7 +236,7 @@ def test_scales_under_another_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["int", "float"])
-def test_eight_bits_as_they_are(kind: str, shape: tuple[int, int], tmp_path: Path) -> None:
+def test_eight_bits_as_they_are(kind, shape, tmp_path):
     """compressed-tensors: INT8 that is not packed, and FP8 in blocks."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationArgs
@@ -270,7 +258,7 @@ def test_eight_bits_as_they_are(kind: str, shape: tuple[int, int], tmp_path: Pat
     assert float((checkpoint["a.weight"] - tensor).norm() / tensor.norm()) < 0.04
 
 
-def test_groups_out_of_order(tmp_path: Path) -> None:
+def test_groups_out_of_order(tmp_path):
     tensor = torch.randn(9, 32, generator=torch.Generator().manual_seed(5))
     section = qz.weights(4, "int", "group", group_size=8, actorder="group")
     parts = qz.packed(4, 8, shuffled=True)("a.weight", tensor)
@@ -285,7 +273,7 @@ def test_groups_out_of_order(tmp_path: Path) -> None:
     assert torch.equal(values, single(tmp_path / "c", section, plain)["a.weight"])
 
 
-def test_llama4_reads_as_stacks(bf16: Folder, tmp_path: Path) -> None:
+def test_llama4_reads_as_stacks(bf16, tmp_path):
     """Each expert has matrices of its own on disk, and in transformers' quantised model."""
     pytest.importorskip("compressed_tensors")
     kind = qz.KINDS["llama4 fp8 a row"]
@@ -315,7 +303,7 @@ def test_llama4_reads_as_stacks(bf16: Folder, tmp_path: Path) -> None:
     assert stacks >= 4
 
 
-def test_groups_of_modules(tmp_path: Path) -> None:
+def test_groups_of_modules(tmp_path):
     """Kimi: experts in INT4, the rest in FP8; each module is stored as its group says."""
     section = qz.weights(8, "float", "channel") | {"format": "mixed-precision"}
     experts = qz.weights(4, "int", "group", group_size=8)["config_groups"]["group_0"]
@@ -331,7 +319,7 @@ def test_groups_of_modules(tmp_path: Path) -> None:
     }
 
 
-def test_stacks_of_blocks(tmp_path: Path) -> None:
+def test_stacks_of_blocks(tmp_path):
     stack = torch.randn(3, 20, 24, generator=torch.Generator().manual_seed(7)).bfloat16()
     parts = qz.block_fp8(8, 16)("m.experts.down_proj", stack)
     checkpoint = single(tmp_path, qz.fp8_config(8, 16), parts)
@@ -343,7 +331,7 @@ def test_stacks_of_blocks(tmp_path: Path) -> None:
     assert torch.equal(checkpoint["m.experts.down_proj"], expected)
 
 
-def test_elements_in_a_row(tmp_path: Path) -> None:
+def test_elements_in_a_row(tmp_path):
     """A run of elements begins and ends anywhere."""
     tensor = torch.randn(9, 24, generator=torch.Generator().manual_seed(8))
     checkpoint = single(tmp_path, qz.fp8_config(4, 8), qz.block_fp8(4, 8)("a.weight", tensor))
@@ -356,15 +344,13 @@ def test_elements_in_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stated", "dtype"), [("float16", torch.float16), (None, torch.bfloat16)])
-def test_read_in_the_dtype_that_the_config_states(
-    tmp_path: Path, stated: str | None, dtype: torch.dtype
-) -> None:
+def test_read_in_the_dtype_that_the_config_states(tmp_path, stated, dtype):
     parts = qz.block_fp8(4, 8)("a.weight", torch.randn(8, 8))
     checkpoint = single(tmp_path, qz.fp8_config(4, 8), parts, dtype=stated)
     assert checkpoint["a.weight"].dtype == dtype
 
 
-def single(folder: Path, section: dict[str, Any], parts: qz.Parts, **config: Any) -> Checkpoint:
+def single(folder, section, parts, **config):
     """A checkpoint of a few tensors."""
     import json
 
@@ -387,12 +373,12 @@ VALUES = {
 
 
 @pytest.fixture(params=VALUES)
-def kind(request: pytest.FixtureRequest) -> tuple[Codes, torch.Tensor]:
+def kind(request):
     return VALUES[request.param]
 
 
 @pytest.mark.parametrize("columns", [1, 2, 7, 64])
-def test_rows_of_codes(kind: tuple[Codes, torch.Tensor], columns: int) -> None:
+def test_rows_of_codes(kind, columns):
     codes, values = kind
     rng = torch.Generator().manual_seed(columns)
     chosen = torch.randint(len(values), (5, columns), generator=rng)
@@ -405,7 +391,7 @@ def test_rows_of_codes(kind: tuple[Codes, torch.Tensor], columns: int) -> None:
     assert torch.equal(codes.values_of(chosen.to(torch.uint8)).nan_to_num(), expected.nan_to_num())
 
 
-def test_rounds_to_the_nearest_and_ties_to_even(kind: tuple[Codes, torch.Tensor]) -> None:
+def test_rounds_to_the_nearest_and_ties_to_even(kind):
     codes, values = kind
     finite = values[values.isfinite()].unique().double()
     middles = (finite[1:] + finite[:-1]) / 2
@@ -424,6 +410,6 @@ def test_rounds_to_the_nearest_and_ties_to_even(kind: tuple[Codes, torch.Tensor]
 
 
 @pytest.mark.parametrize("known", list(kinds._ERRORS))
-def test_known_rounding_errors_are_the_measured_ones(known) -> None:
+def test_known_rounding_errors_are_the_measured_ones(known):
     scheme = kinds.Scheme(*known, Dtype.FLOAT32)
     assert kinds.relative_error(scheme) == pytest.approx(kinds._measured_error(scheme), abs=1e-4)

@@ -1,7 +1,5 @@
 """What every registered method promises, whatever it computes."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from fnmatch import fnmatch

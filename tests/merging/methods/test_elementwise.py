@@ -1,8 +1,6 @@
 """Methods that decide element by element: consensus_ta, consensus_ties, ram, ramplus_tl, pcb, awd,
 arcee_fusion, magmax."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """lot, slta and cat against the problems they state; Fisher merging by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The same result on a GPU: random masks bit for bit, sums to rounding."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """RegMean against its own least-squares problem, solved directly in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

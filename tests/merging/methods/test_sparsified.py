@@ -1,7 +1,5 @@
 """dare, della, breadcrumbs and ties: which elements survive, and by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Random masks and the choice of the largest elements."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

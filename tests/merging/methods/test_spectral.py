@@ -1,7 +1,5 @@
 """Methods by singular vectors: tsv, iso_c, iso_cts, opcm, lore, doge, polar factors by products."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,29 +1,23 @@
 """Tiny tokenizers on disk: three that differ in order, ordinary tokens and added tokens."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from merging.tokenizer.samples import Maker, bpe, entry, tokenizer_json, write_json
+from merging.tokenizer.samples import bpe, entry, tokenizer_json, write_json
 from moemerge.config.models import ModelRef
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Maker:
+def make(tmp_path):
     """make(name, vocab, merges, special, plain, **tokenizer_config) -> ModelRef of the folder."""
 
     def build(
-        name: str,
-        vocab: Sequence[str],
-        merges: Sequence[Sequence[str]] = (),
-        special: Sequence[str] = (),
-        plain: Sequence[str] = (),
-        **config: Any,
-    ) -> ModelRef:
+        name,
+        vocab,
+        merges=(),
+        special=(),
+        plain=(),
+        **config,
+    ):
         folder = tmp_path / name
         names = [(t, True) for t in special] + [(t, False) for t in plain]
         added = [
@@ -40,7 +34,7 @@ def make(tmp_path: Path) -> Maker:
 
 
 @pytest.fixture
-def trio(make: Maker) -> tuple[ModelRef, ModelRef, ModelRef]:
+def trio(make):
     """base: a b ab | <s> </s>; chat: the same and two chat marks; other: another order, `ba`."""
     ends = {"bos_token": "<s>", "eos_token": "</s>"}
     ab = [("a", "b")]

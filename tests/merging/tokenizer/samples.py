@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,6 @@ from moemerge.config.models import ModelRef
 from moemerge.config.schema import TokenizerSettings
 from moemerge.merging.tokenizer.plan import TokenizerPlan, plan_tokenizer
 from moemerge.merging.tokenizer.vocab import Vocabulary, read_vocabulary
-
-Maker = Callable[..., ModelRef]
 
 
 def entry(content: str, index: int = 0, **flags: bool) -> dict[str, Any]:

@@ -3,17 +3,13 @@
 base: a0 b1 ab2 <s>3 </s>4. chat: the same, <im>5 <end>6. other: b0 a1 ba2 </s>3 <s>4 <end>5 <t>6.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from merging.tokenizer.samples import (
-    Maker,
     bpe,
     entry,
     numbered,
@@ -22,20 +18,16 @@ from merging.tokenizer.samples import (
     vocabularies,
     write_json,
 )
-from moemerge.config.models import ModelRef
 from moemerge.config.schema import TokenizerSettings
 from moemerge.errors import TokenizerError
 from moemerge.merging.tokenizer.embeddings import preparer, to_output_vocabulary
 from moemerge.merging.tokenizer.plan import plan_tokenizer
 from moemerge.merging.tokenizer.vocab import read_vocabulary
 
-Trio = tuple[ModelRef, ModelRef, ModelRef]
 ROWS = (8, 7, 9)
 
 
-def mapped(
-    trio: Trio, *, base: ModelRef | None, dtype: torch.dtype = torch.float32, **settings: Any
-) -> list[list[float]]:
+def mapped(trio, *, base, dtype=torch.float32, **settings):
     found = plan(trio, ROWS, base, **settings)
     tensors = [numbered(k + 1, rows).to(dtype) for k, rows in enumerate(ROWS)]
     out = preparer(found, trio)(tensors)
@@ -46,7 +38,7 @@ def mapped(
     return [t[:, 0].tolist() for t in out]
 
 
-def test_union_fills_from_the_base_then_from_the_mean(trio: Trio) -> None:
+def test_union_fills_from_the_base_then_from_the_mean(trio):
     # a b ab <s> </s> | ba <im> <end> <t>; <end> is chat's 206 and other's 305: mean 255.5
     assert mapped(trio, base=trio[0], source="union") == [
         [100, 101, 102, 103, 104, 302, 205, 255.5, 306],
@@ -55,12 +47,12 @@ def test_union_fills_from_the_base_then_from_the_mean(trio: Trio) -> None:
     ]
 
 
-def test_without_a_base_the_mean_of_those_that_have_it(trio: Trio) -> None:
+def test_without_a_base_the_mean_of_those_that_have_it(trio):
     other = mapped(trio, base=None, source="union")[2]
     assert other[2] == 152  # ab: base's 102 and chat's 202
 
 
-def test_base_source(trio: Trio) -> None:
+def test_base_source(trio):
     assert mapped(trio, base=trio[0], source="base") == [
         [100, 101, 102, 103, 104],
         [200, 201, 202, 203, 204],
@@ -68,7 +60,7 @@ def test_base_source(trio: Trio) -> None:
     ]
 
 
-def test_model_source_permutes_the_others(trio: Trio) -> None:
+def test_model_source_permutes_the_others(trio):
     assert mapped(trio, base=trio[0], source=trio[2].path) == [
         [101, 100, 302, 104, 103, 255.5, 306],
         [201, 200, 302, 204, 203, 206, 306],
@@ -76,7 +68,7 @@ def test_model_source_permutes_the_others(trio: Trio) -> None:
     ]
 
 
-def test_overrides_fill_gaps_and_force_replaces(trio: Trio) -> None:
+def test_overrides_fill_gaps_and_force_replaces(trio):
     tokens = {
         "<end>": {"source": trio[2].path},
         "a": {"source": {"kind": "zero"}, "force": True},
@@ -95,19 +87,19 @@ def test_overrides_fill_gaps_and_force_replaces(trio: Trio) -> None:
     ]
 
 
-def test_new_token_on_a_base_with_spare_rows(trio: Trio) -> None:
+def test_new_token_on_a_base_with_spare_rows(trio):
     """The base's spare row 5 has nothing to do with the token that gets id 5."""
     tokens = {"<im>": {"source": trio[1].path}}
     rows = mapped(trio, base=trio[0], source="base", tokens=tokens)
     assert [r[5] for r in rows] == [205, 205, 205]
 
 
-def test_padding_rows_hold_the_mean(trio: Trio) -> None:
+def test_padding_rows_hold_the_mean(trio):
     base = mapped(trio, base=trio[0], source="base", pad_to_multiple_of=8)[0]
     assert base == [100, 101, 102, 103, 104, 102, 102, 102]
 
 
-def test_a_donor_outside_the_merge_leaves_zero_rows(trio: Trio) -> None:
+def test_a_donor_outside_the_merge_leaves_zero_rows(trio):
     base, chat, other = trio
     found = plan_tokenizer(
         TokenizerSettings.model_validate({"source": other.path}),
@@ -121,13 +113,13 @@ def test_a_donor_outside_the_merge_leaves_zero_rows(trio: Trio) -> None:
     assert any("in no model" in w for w in found.warnings)
 
 
-def test_means_are_rounded_once(trio: Trio) -> None:
+def test_means_are_rounded_once(trio):
     rows = mapped(trio, base=trio[0], source="union", dtype=torch.bfloat16)
     exact = (torch.tensor(206.0).bfloat16().float() + torch.tensor(305.0).bfloat16().float()) / 2
     assert rows[0][7] == exact.bfloat16().item()
 
 
-def test_inputs_are_left_alone_and_a_bias_works_too(trio: Trio) -> None:
+def test_inputs_are_left_alone_and_a_bias_works_too(trio):
     found = plan(trio, ROWS, trio[0], source="union", pad_to_multiple_of=4)
     sizes = enumerate(zip(trio, ROWS, strict=True))
     biases = {model: numbered(k + 1, rows)[:, 0].clone() for k, (model, rows) in sizes}
@@ -138,7 +130,7 @@ def test_inputs_are_left_alone_and_a_bias_works_too(trio: Trio) -> None:
     assert all(torch.equal(biases[m], before[m]) for m in trio)
 
 
-def test_what_does_not_fit_the_plan_is_refused(trio: Trio) -> None:
+def test_what_does_not_fit_the_plan_is_refused(trio):
     found = plan(trio, ROWS, trio[0], source="base")
     whole = {m: numbered(k, n) for k, (m, n) in enumerate(zip(trio, ROWS, strict=True))}
     with pytest.raises(TokenizerError, match="every model"):
@@ -152,7 +144,7 @@ def test_what_does_not_fit_the_plan_is_refused(trio: Trio) -> None:
 BASE_IDS = {"a": 0, "b": 1, "ab": 2, "<s>": 3, "</s>": 4}
 
 
-def test_union_keeps_the_base_then_ordinary_then_added(trio: Trio) -> None:
+def test_union_keeps_the_base_then_ordinary_then_added(trio):
     found = plan(trio, (8, 7, 9), trio[0], source="union")
     appended = {"ba": 5, "<im>": 6, "<end>": 7, "<t>": 8}
     assert found.vocabulary.ids == BASE_IDS | appended
@@ -161,7 +153,7 @@ def test_union_keeps_the_base_then_ordinary_then_added(trio: Trio) -> None:
     assert any("'ba'" in w for w in found.warnings)
 
 
-def test_base_and_model_sources(trio: Trio) -> None:
+def test_base_and_model_sources(trio):
     base, _, other = trio
     assert plan(trio, (8, 7, 9), base, source="base").vocabulary.ids == BASE_IDS
     of_other = plan(trio, (8, 7, 9), base, source=other.path)
@@ -170,14 +162,14 @@ def test_base_and_model_sources(trio: Trio) -> None:
     assert plan((other, base), (9, 8), None, source="base").donor == other  # no base: the first
 
 
-def test_tokens_nobody_has_come_last_and_padding_rounds_up(trio: Trio) -> None:
+def test_tokens_nobody_has_come_last_and_padding_rounds_up(trio):
     tokens = {"<new>": {"source": {"kind": "zero"}}, "a": {"source": trio[1].path}}
     found = plan(trio, (8, 7, 9), trio[0], source="base", tokens=tokens, pad_to_multiple_of=4)
     assert found.vocabulary.ids == BASE_IDS | {"<new>": 5}
     assert found.output_rows == 8
 
 
-def test_tokens_beyond_the_embedding_do_not_count(trio: Trio) -> None:
+def test_tokens_beyond_the_embedding_do_not_count(trio):
     base, chat, _ = trio
     found = plan((base, chat), (5, 6), base, source="union")  # chat: <end> is id 6, no row
     assert found.vocabulary.ids == BASE_IDS | {"<im>": 5}
@@ -188,12 +180,12 @@ def test_tokens_beyond_the_embedding_do_not_count(trio: Trio) -> None:
     assert any("<end>" in w for w in of_chat.warnings)
 
 
-def test_a_model_vocabulary_beyond_the_embedding_is_refused(trio: Trio) -> None:
+def test_a_model_vocabulary_beyond_the_embedding_is_refused(trio):
     with pytest.raises(TokenizerError, match="beyond its embedding of 2 rows"):
         plan(trio[:1], (2,), trio[0], source="base")
 
 
-def test_gaps_are_kept_but_nothing_is_appended_into_them(make: Maker, trio: Trio) -> None:
+def test_gaps_are_kept_but_nothing_is_appended_into_them(make, trio):
     gaps = make("gaps", ["a", "b"])
     path = Path(gaps.path) / "tokenizer.json"
     path.write_text(path.read_text().replace('"b": 1', '"b": 3'))
@@ -202,7 +194,7 @@ def test_gaps_are_kept_but_nothing_is_appended_into_them(make: Maker, trio: Trio
         plan((gaps, trio[0]), (8, 8), gaps, source="union")
 
 
-def test_all_impossible_overrides_in_one_message(trio: Trio) -> None:
+def test_all_impossible_overrides_in_one_message(trio):
     base, chat, other = trio
     tokens = {
         "<new>": {"source": chat.path},
@@ -223,7 +215,7 @@ def test_all_impossible_overrides_in_one_message(trio: Trio) -> None:
     assert "'<none>': no model has this token" in message
 
 
-def test_unchanged_embeddings_are_known_as_such(trio: Trio) -> None:
+def test_unchanged_embeddings_are_known_as_such(trio):
     base, chat, _ = trio
     found = plan((base, chat), (5, 7), base, source="base")
     assert not found.changes(base, 5)
@@ -232,7 +224,7 @@ def test_unchanged_embeddings_are_known_as_such(trio: Trio) -> None:
 
 
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "BPE": bpe(["a", "b", "ab"], [("a", "b")]),
     "WordLevel": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
     "WordPiece": {
@@ -247,7 +239,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_kind_of_model(kind: str, tmp_path: Path) -> None:
+def test_every_kind_of_model(kind, tmp_path):
     added = [entry("<x>", len(MODELS[kind]["vocab"]), special=True)]
     write_json(tmp_path / "tokenizer.json", tokenizer_json(MODELS[kind], added))
     write_json(tmp_path / "tokenizer_config.json", FAST)
@@ -264,9 +256,7 @@ def test_every_kind_of_model(kind: str, tmp_path: Path) -> None:
         ({"a": 0, "b": 1, "z": 2}, [("a", 0), ("x", 3)]),
     ],
 )
-def test_added_tokens_get_the_next_free_id(
-    vocab: dict[str, int], added: list[tuple[str, int]], tmp_path: Path
-) -> None:
+def test_added_tokens_get_the_next_free_id(vocab, added, tmp_path):
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}
     entries = [entry(t, i, special=True) for t, i in added]
     write_json(tmp_path / "tokenizer.json", tokenizer_json(model, entries))
@@ -274,7 +264,7 @@ def test_added_tokens_get_the_next_free_id(
     assert read_vocabulary(tmp_path, "x").ids == AutoTokenizer.from_pretrained(tmp_path).get_vocab()
 
 
-def test_tokens_named_only_in_the_config(make: Maker) -> None:
+def test_tokens_named_only_in_the_config(make):
     decoder = {"3": entry("<d>"), "9": entry("<late>", special=True)}
     for value in decoder.values():
         del value["id"]
@@ -294,7 +284,7 @@ def test_tokens_named_only_in_the_config(make: Maker) -> None:
     assert AutoTokenizer.from_pretrained(ref.path).get_vocab() == expected
 
 
-def test_older_files(make: Maker) -> None:
+def test_older_files(make):
     ref = make("m", ["a", "b"], special=["<s>"])
     folder = Path(ref.path)
     write_json(folder / "special_tokens_map.json", {"pad_token": "<pad>", "bos_token": "<s>"})
@@ -304,7 +294,7 @@ def test_older_files(make: Maker) -> None:
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == expected
 
 
-def test_vocab_json_with_merges(tmp_path: Path) -> None:
+def test_vocab_json_with_merges(tmp_path):
     write_json(tmp_path / "vocab.json", {"a": 0, "b": 1, "ab": 2})
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     end = entry("<|endoftext|>", special=True)
@@ -316,14 +306,14 @@ def test_vocab_json_with_merges(tmp_path: Path) -> None:
     assert not found.has_tokenizer_json
 
 
-def test_sentencepiece_alone_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_sentencepiece_alone_is_refused_with_a_way_out(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x00")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json(.|\n)*save_pretrained"):
         read_vocabulary(tmp_path, "llama")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model": {}}', '{"model": {"vocab": {}}}'])
-def test_damaged_tokenizer_json(text: str, tmp_path: Path) -> None:
+def test_damaged_tokenizer_json(text, tmp_path):
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         read_vocabulary(tmp_path, "m")

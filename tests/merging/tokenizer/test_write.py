@@ -1,15 +1,12 @@
 """Tokenizers and chat templates as written load in transformers, with the ids of the rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from merging.tokenizer.samples import Maker, entry, plan, vocabularies, write_json
+from merging.tokenizer.samples import entry, plan, vocabularies, write_json
 from moemerge.config.models import ModelRef
 from moemerge.errors import TokenizerError
 from moemerge.merging.tokenizer.write import (
@@ -22,17 +19,15 @@ from moemerge.merging.tokenizer.write import (
     with_chat_template,
 )
 
-Trio = tuple[ModelRef, ModelRef, ModelRef]
 
-
-def written(files: dict[str, bytes], out: Path) -> Any:
+def written(files, out):
     out.mkdir()
     for name, content in files.items():
         (out / name).write_bytes(content)
     return AutoTokenizer.from_pretrained(out)
 
 
-def test_union_loads_with_our_ids(trio: Trio, tmp_path: Path) -> None:
+def test_union_loads_with_our_ids(trio, tmp_path):
     found = plan(trio, (8, 7, 9), trio[0], source="union")
     tokenizer = written(tokenizer_files(found), tmp_path / "out")
     assert tokenizer.get_vocab() == found.vocabulary.ids
@@ -53,7 +48,7 @@ def test_union_loads_with_our_ids(trio: Trio, tmp_path: Path) -> None:
     }
 
 
-def test_an_unchanged_tokenizer_is_carried_over_byte_for_byte(trio: Trio) -> None:
+def test_an_unchanged_tokenizer_is_carried_over_byte_for_byte(trio):
     (Path(trio[0].path) / "chat_template.jinja").write_text("{{ messages }}")
     (Path(trio[0].path) / "config.json").write_text("{}")
     files = tokenizer_files(plan(trio, (8, 7, 9), trio[0], source="base"))
@@ -62,9 +57,7 @@ def test_an_unchanged_tokenizer_is_carried_over_byte_for_byte(trio: Trio) -> Non
         assert content == (Path(trio[0].path) / name).read_bytes()
 
 
-def test_every_file_that_lists_added_tokens_follows(
-    make: Maker, trio: Trio, tmp_path: Path
-) -> None:
+def test_every_file_that_lists_added_tokens_follows(make, trio, tmp_path):
     decoder = {"2": {k: v for k, v in entry("<s>", special=True).items() if k != "id"}}
     base = make("b", ["a", "b"], special=["<s>"], bos_token="<s>", added_tokens_decoder=decoder)
     write_json(Path(base.path) / "added_tokens.json", {"<s>": 2})
@@ -76,9 +69,7 @@ def test_every_file_that_lists_added_tokens_follows(
     assert json.loads(files["added_tokens.json"]) == found.vocabulary.added_ids
 
 
-def test_tokens_that_only_the_config_named_keep_their_ids(
-    make: Maker, trio: Trio, tmp_path: Path
-) -> None:
+def test_tokens_that_only_the_config_named_keep_their_ids(make, trio, tmp_path):
     base = make("b", ["a", "b"], special=["<s>"], bos_token="<s>", pad_token="<pad>")
     found = plan((base, trio[1]), (8, 7), base, source="union")
     assert found.vocabulary.ids["<pad>"] == 3
@@ -87,7 +78,7 @@ def test_tokens_that_only_the_config_named_keep_their_ids(
     assert tokenizer.pad_token_id == 3
 
 
-def test_dropped_tokens_do_not_come_back(make: Maker, trio: Trio, tmp_path: Path) -> None:
+def test_dropped_tokens_do_not_come_back(make, trio, tmp_path):
     """A pad token without an embedding row, as many fine-tunes have it."""
     base = make(
         "b",
@@ -104,7 +95,7 @@ def test_dropped_tokens_do_not_come_back(make: Maker, trio: Trio, tmp_path: Path
     assert tokenizer.pad_token is None
 
 
-def test_a_tokenizer_of_vocab_json_and_merges_grows(trio: Trio, tmp_path: Path) -> None:
+def test_a_tokenizer_of_vocab_json_and_merges_grows(trio, tmp_path):
     folder = tmp_path / "qwen"
     write_json(folder / "vocab.json", {"a": 0, "b": 1, "ab": 2})
     (folder / "merges.txt").write_text("#version: 0.2\na b\n")
@@ -118,7 +109,7 @@ def test_a_tokenizer_of_vocab_json_and_merges_grows(trio: Trio, tmp_path: Path) 
     assert tokenizer.encode("ab<im>") == [2, found.vocabulary.ids["<im>"]]
 
 
-def test_config_sizes_and_ids_follow_the_tokenizer(trio: Trio) -> None:
+def test_config_sizes_and_ids_follow_the_tokenizer(trio):
     base, _, other = trio
     found = plan(trio, (8, 7, 9), trio[0], source=other.path, pad_to_multiple_of=8)
     own = vocabularies([base])[base]
@@ -143,7 +134,7 @@ def test_config_sizes_and_ids_follow_the_tokenizer(trio: Trio) -> None:
     assert warnings == ["mask_token_id: 2 has no counterpart in the output's tokenizer"]
 
 
-def test_config_ids_stand_when_the_tokenizer_is_their_own(trio: Trio) -> None:
+def test_config_ids_stand_when_the_tokenizer_is_their_own(trio):
     found = plan(trio, (8, 7, 9), trio[0], source="union")
     own = vocabularies(trio)[trio[0]]
     config = {"vocab_size": 8, "eos_token_id": 4, "pad_token_id": None}
@@ -163,7 +154,7 @@ def test_config_ids_stand_when_the_tokenizer_is_their_own(trio: Trio) -> None:
         ("LICENSE", False),
     ],
 )
-def test_which_companions_are_the_tokenizers(name: str, expected: bool) -> None:
+def test_which_companions_are_the_tokenizers(name, expected):
     assert is_tokenizer_file(name) is expected
 
 
@@ -190,14 +181,14 @@ RENDERED = {
 
 
 @pytest.fixture
-def model(make: Maker) -> Path:
+def model(make):
     ends = {"bos_token": "<s>", "eos_token": "</s>"}
     ref = make("m", ["a", "b"], special=["<s>", "</s>"], chat_template="old {{ messages }}", **ends)
     return Path(ref.path)
 
 
 @pytest.mark.parametrize("name", RENDERED)
-def test_known_formats(name: str, model: Path) -> None:
+def test_known_formats(name, model):
     template = resolve_chat_template(name, {}, ())
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = tokenizer.apply_chat_template(
@@ -206,10 +197,10 @@ def test_known_formats(name: str, model: Path) -> None:
     assert text == RENDERED[name]
 
 
-def test_formats_without_a_system_message_or_prompt(model: Path) -> None:
+def test_formats_without_a_system_message_or_prompt(model):
     tokenizer = AutoTokenizer.from_pretrained(model)
 
-    def render(name: str) -> str:
+    def render(name):
         template = resolve_chat_template(name, {}, ())
         return str(tokenizer.apply_chat_template(TALK[1:3], chat_template=template, tokenize=False))
 
@@ -218,7 +209,7 @@ def test_formats_without_a_system_message_or_prompt(model: Path) -> None:
     assert render("alpaca") == "### Instruction:\nU\n\n### Response:\nA"
 
 
-def test_the_written_template_is_the_only_one(model: Path, tmp_path: Path) -> None:
+def test_the_written_template_is_the_only_one(model, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     for name, content in with_chat_template(donor_files(model), OWN).items():
@@ -228,7 +219,7 @@ def test_the_written_template_is_the_only_one(model: Path, tmp_path: Path) -> No
     assert tokenizer.apply_chat_template(TALK[1:2], tokenize=False) == "XU"
 
 
-def test_templates_are_found_in_file_key_and_list(model: Path) -> None:
+def test_templates_are_found_in_file_key_and_list(model):
     assert read_chat_template(model) == "old {{ messages }}"
     config = model / "tokenizer_config.json"
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
@@ -238,10 +229,10 @@ def test_templates_are_found_in_file_key_and_list(model: Path) -> None:
     assert read_chat_template(model) == "file"
 
 
-def test_auto_takes_the_most_frequent_and_then_the_first(make: Maker) -> None:
+def test_auto_takes_the_most_frequent_and_then_the_first(make):
     texts = {"none": None, "one": "1 {{ messages }}", "two": "2 {{ messages }}", "also": None}
     texts["also"] = texts["two"]
-    folders: dict[ModelRef, Path] = {}
+    folders = {}
     for name, text in texts.items():
         ref = make(name, ["a"], **({} if text is None else {"chat_template": text}))
         folders[ref] = Path(ref.path)
@@ -251,7 +242,7 @@ def test_auto_takes_the_most_frequent_and_then_the_first(make: Maker) -> None:
     assert resolve_chat_template("auto", folders, order[:1]) is None
 
 
-def test_a_template_of_ones_own_and_a_misspelt_name() -> None:
+def test_a_template_of_ones_own_and_a_misspelt_name():
     assert resolve_chat_template(OWN, {}, ()) == OWN
     with pytest.raises(TokenizerError, match="did you mean 'chatml'"):
         resolve_chat_template("chatlm", {}, ())

@@ -1,7 +1,5 @@
 """Wrappers: each against a direct computation, around real merges, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Programs of a model run elsewhere, under limits, and can do nothing but fail."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

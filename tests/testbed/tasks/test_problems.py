@@ -1,12 +1,9 @@
 """Problems are drawn, split and checked as promised."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from evidence.data import LENGTH
 from evidence.layout import IDS, character_tokenizer, encode
@@ -51,7 +48,7 @@ def test_asking_for_too_many_or_for_an_unknown_domain_is_an_error():
         problems("maths", split="test", count=1, seed=0)
 
 
-def _right(prompt: str, kind: str) -> str:
+def _right(prompt, kind):
     """The answer worked out again, by Python itself."""
     if kind == "chain":
         steps, total = [], None
@@ -129,7 +126,7 @@ def test_traces_are_right():
             assert len(first) >= len(last)
 
 
-def _problem(domain: str, kind: str, prompt: str, answer: str) -> Problem:
+def _problem(domain, kind, prompt, answer):
     return Problem(domain, kind, True, prompt, answer)
 
 
@@ -154,7 +151,7 @@ def test_a_program_that_does_the_same_is_right():
 
 
 def test_tokens_are_those_of_the_tokenizer():
-    tokenizer: PreTrainedTokenizerFast = character_tokenizer()
+    tokenizer = character_tokenizer()
     text = 'Ann: {"k":[1,2]}?'
     assert encode(text).tolist() == tokenizer(text)["input_ids"]
     assert tokenizer(text + "<eos>")["input_ids"][-1] == IDS["<eos>"]
