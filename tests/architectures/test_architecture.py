@@ -6,13 +6,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import multimodal_zoo
 import zoo
 from moemerge.architectures.architecture import Architecture
+from moemerge.architectures.families import family_of
 from moemerge.architectures.roles import Role
 from moemerge.architectures.rules import ConfigKey, Experts, Family, GateRule, Router
 from moemerge.errors import ArchitectureError
 
 FAMILIES = zoo.FAMILIES
+EVERY = (*FAMILIES, *multimodal_zoo.FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def units_by_key(folder):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", EVERY)
 def test_units_cover_every_tensor_once(zoo_folder, model_type, fused):
     architecture, tensors = open_folder(zoo_folder(model_type, fused=fused))
     for name, tensor in tensors.items():
@@ -55,11 +58,13 @@ def test_units_cover_every_tensor_once(zoo_folder, model_type, fused):
         assert (count == 1).all(), name
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", EVERY)
 def test_layouts_pair_up_by_key(zoo_folder, model_type):
     """The same model saved in both layouts gives the same units, value by value."""
-    disk = units_by_key(zoo_folder(model_type))
-    fused = units_by_key(zoo_folder(model_type, fused=True))
+    both = [units_by_key(zoo_folder(model_type, fused=fused)) for fused in (False, True)]
+    if model_type in multimodal_zoo.FAMILIES:  # the model of images has names of its own
+        both = [{k: one[k] for k in one if one[k][0].layer is not None} for one in both]
+    disk, fused = both
     assert disk.keys() == fused.keys()
     for key, (unit, value) in disk.items():
         other, again = fused[key]
@@ -76,13 +81,13 @@ def test_base_only_checkpoint_pairs_up(zoo_folder, model_type):
     assert base.keys() == whole.keys() - heads
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", EVERY)
 def test_original_names_are_their_own_keys(zoo_folder, model_type):
     """What the family's own checkpoints call a tensor is its key, unless it is a stack."""
     architecture, tensors = open_folder(zoo_folder(model_type))
     for name in tensors:
         units = architecture.units(name)
-        if len(units) == 1:
+        if len(units) == 1 and "vision" not in name:
             assert units[0].key == name == architecture.key(name)
 
 
@@ -215,6 +220,25 @@ def test_numbers_of_the_config(zoo_folder, model_type):
     assert tensors[named.input].shape == (zoo.VOCAB, zoo.HIDDEN)
     tied = getattr(zoo.config(model_type), "tie_word_embeddings", False)
     assert (named.head is None) == architecture.tied == tied
+
+
+@pytest.mark.parametrize("model_type", multimodal_zoo.FAMILIES)
+def test_a_text_model_that_has_a_head_only_beside_a_model_of_images(zoo_folder, model_type):
+    folder = zoo_folder(model_type)
+    architecture, _ = open_folder(folder)
+    assert architecture.family is family_of(model_type)
+    assert architecture.family is family_of(zoo.read_config(folder)["model_type"])
+    assert (architecture.num_layers, architecture.num_experts) == (3, zoo.EXPERTS)
+    assert architecture.notice is None
+    assert architecture.layer_key.section == ("text_config",)
+    assert [place.served for place in architecture.routers()] == [True, True]
+    units = [unit for unit, _ in units_by_key(folder).values()]
+    roles = [unit.role for unit in units if unit.layer is not None]
+    assert roles.count(Role.ROUTER) == 2
+    assert roles.count(Role.EXPERT) == 2 * 3 * zoo.EXPERTS
+    assert roles.count(Role.SHARED_EXPERT) == (0 if model_type == "muse_spark_text" else 6)
+    assert roles.count(Role.MLP) == (7 if model_type == "muse_spark_text" else 3)
+    assert [unit.role for unit in units].count(Role.HEAD) == 1
 
 
 def test_rows_of_routers_with_more_than_the_experts(zoo_folder):

@@ -118,14 +118,14 @@ def test_three_terms_hold_a_float32_whole():
 CUDA = torch.device("cuda")
 
 
-@pytest.fixture(autouse=True)
-def _untried():
+@pytest.fixture
+def untried():
     availability._tried.cache_clear()
     yield
     availability._tried.cache_clear()
 
 
-def test_a_triton_that_cannot_compile_is_left_out_and_told(tmp_path, monkeypatch, caplog):
+def test_a_triton_that_cannot_compile_is_left_out_and_told(untried, tmp_path, monkeypatch, caplog):
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(
         "raise RuntimeError('Failed to find C compiler. Please specify via CC')"
@@ -143,5 +143,5 @@ def test_a_triton_that_cannot_compile_is_left_out_and_told(tmp_path, monkeypatch
 
 
 @pytest.mark.gpu
-def test_it_works_on_a_gpu():
+def test_it_works_on_a_gpu(untried):
     assert availability.triton_works(CUDA)
