@@ -20,26 +20,27 @@ from moemerge.runtime import ranks
 FIRST = (
     "demo",
     "merge",
-    "run",
     "diagnose",
     "repairs",
     "evaluate",
     "study",
     "data",
     "inspect",
-    "ls",
 )
 # Commands that share the module of another one.
 SHARED = {
     "validate": "merge",
+    "run": "merge",
     "calibrate": "repairs",
     "refit": "repairs",
     "distill": "repairs",
-    "extract-lora": "extract",
+    "extract": "convert",
+    "extract-lora": "convert",
     "swap-routers": "convert",
-    "schema": "ls",
+    "ls": "inspect",
+    "schema": "inspect",
 }
-HELPERS = ("app", "console", "flags", "paths", "render", "samples", "wording")
+HELPERS = ("app", "console", "flags", "paths", "render", "wording")
 
 
 class Verbs(CommandGroup):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemerge.cli.flags import Config, Overwrite, Reporting, add_verb
+from moemerge.cli.flags import Config, Reporting, add_verb
 from moemerge.coefficients.settings import CoefficientSettings
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def coefficients(
             help="Text of that model (default: the config's `data`). Repeat it.",
         ),
     ] = None,
-    overwrite: Overwrite = False,
 ) -> None:
     """Compute merge coefficients per model and layer from each model's text.
 
@@ -66,7 +65,7 @@ def coefficients(
             out_file,
             data=data,
             settings=settings,
-            overwrite=overwrite,
+            overwrite=reporting.overwrite,
             progress=bar,
         )
     reporting.show(report.to_json(), _table(report), notices=report.notices)

@@ -8,8 +8,7 @@ import typer
 
 from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Config, Out, Reporting, add_verb
-from moemerge.cli.repairs import remaining_work
-from moemerge.cli.samples import Samples, show_samples
+from moemerge.cli.repairs import Samples, remaining_work, show_samples
 from moemerge.composing.settings import ComposeSettings
 
 if TYPE_CHECKING:

@@ -1,13 +1,17 @@
-"""`moemerge convert` and `moemerge swap-routers`."""
+"""Commands that write a model in another form: convert, swap-routers, extract, extract-lora."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moemerge.cli.flags import ModelArgument, Out, Overwrite, Reporting, add_verb
+from moemerge.cli.flags import ModelArgument, Out, Reporting, add_verb
+from moemerge.exporting.settings import ExtractLoraSettings
 from moemerge.runtime.progress import counted
+
+if TYPE_CHECKING:
+    from moemerge.exporting.extract_lora import ExtractLoraReport
 
 CONVERT_EXAMPLES = """
   moemerge convert merged/ fused/ --layout fused
@@ -17,11 +21,21 @@ SWAP_EXAMPLES = """
   moemerge swap-routers merged/ --from org/math swapped/
   moemerge swap-routers org/math --from merged/ swapped/ --layers last:4 --link
 """
+EXTRACT_EXAMPLES = """
+  moemerge extract shared/ math math-again/
+  moemerge extract shared/ code code-again/ --base ./base --json -
+"""
+LORA_EXAMPLES = """
+  moemerge extract-lora org/math org/base math-lora/ --rank 16
+  moemerge extract-lora ./math ./base lora/ --energy 0.9 --layout per-expert
+"""
 
 
 def add_to(app: typer.Typer) -> None:
     add_verb(app, convert, CONVERT_EXAMPLES)
     add_verb(app, swap_routers, SWAP_EXAMPLES, "swap-routers")
+    add_verb(app, extract, EXTRACT_EXAMPLES)
+    add_verb(app, extract_lora, LORA_EXAMPLES, "extract-lora")
 
 
 def convert(
@@ -31,7 +45,6 @@ def convert(
     layout: Annotated[
         str, typer.Option(metavar="WORD", help="per-expert (as published) or fused (transformers).")
     ],
-    overwrite: Overwrite = False,
 ) -> None:
     """Write MODEL with its experts in another layout to OUT, bit for bit.
 
@@ -43,7 +56,9 @@ def convert(
 
     chosen: Any = layout
     with reporting.progress() as bar:
-        report = api.convert(model, out_folder, layout=chosen, overwrite=overwrite, progress=bar)
+        report = api.convert(
+            model, out_folder, layout=chosen, overwrite=reporting.overwrite, progress=bar
+        )
     rows = [
         ("layout", report.layout),
         ("tensors", f"{report.tensors_after:,}, before {report.tensors_before:,}"),
@@ -70,7 +85,6 @@ def swap_routers(
             "--link/--copy", help="Hard links of the shards without routers, or copies of them."
         ),
     ] = False,
-    overwrite: Overwrite = False,
 ) -> None:
     """Write MODEL with the routers of OTHER to OUT: weights, biases and selection biases.
 
@@ -86,7 +100,7 @@ def swap_routers(
             out_folder,
             layers=layers,
             link=link,
-            overwrite=overwrite,
+            overwrite=reporting.overwrite,
             progress=bar,
         )
     rows = [
@@ -96,3 +110,76 @@ def swap_routers(
         ("folder", report.output),
     ]
     reporting.show(report.to_json(), facts(rows))
+
+
+def extract(
+    shared: Annotated[
+        str, typer.Argument(metavar="SHARED", help="A merge whose config has `tasks:`.")
+    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a merged model.")],
+    out_folder: Out,
+    reporting: Reporting,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="The base, if it is not where the merge found it."),
+    ] = None,
+) -> None:
+    """Rebuild the model NAME from a merge that stored masks or low-rank residuals of its models."""
+    from moemerge import api
+    from moemerge.checkpoint import format_size
+    from moemerge.cli.render import facts
+
+    with reporting.progress() as bar:
+        report = api.extract(
+            shared, name, out_folder, base=base, overwrite=reporting.overwrite, progress=bar
+        )
+    rows = [
+        ("model", f"{report.task} ({report.keep}, {counted(report.units, 'unit')})"),
+        ("kept", f"{format_size(report.task_bytes)} beside the shared model"),
+        ("output", format_size(report.output_bytes)),
+        ("folder", report.output),
+    ]
+    reporting.show(report.to_json(), facts(rows))
+
+
+def extract_lora(
+    model: ModelArgument,
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The model it was trained from.")],
+    out_folder: Out,
+    settings: ExtractLoraSettings,
+    reporting: Reporting,
+) -> None:
+    """Write the difference of MODEL and BASE as a LoRA adapter in PEFT's format to OUT.
+
+    BASE+OUT can be used as a model in every command.
+    """
+    from moemerge import api
+    from moemerge.checkpoint import format_size
+    from moemerge.cli.render import facts
+
+    with reporting.progress() as bar:
+        report = api.extract_lora(
+            model, base, out_folder, settings=settings, overwrite=reporting.overwrite, progress=bar
+        )
+    rows = [
+        ("error", f"{report.error():.3g} of the change's norm"),
+        ("adapter", format_size(report.adapter_bytes)),
+        ("folder", report.output),
+    ]
+    reporting.show(report.to_json(), _table(report), facts(rows), notices=report.notices)
+
+
+def _table(report: ExtractLoraReport) -> Any:
+    """Return ranks and errors by role."""
+    from rich.table import Table
+
+    table = Table("role", "parameters", "rank", "change", "error")
+    for role in dict.fromkeys(row.role for row in report.parameters):
+        rows = [row for row in report.parameters if row.role == role]
+        ranks = sorted({row.rank for row in rows if row.rank is not None})
+        spread = "whole" if not ranks else str(ranks[0])
+        if len(ranks) > 1:
+            spread += f" to {ranks[-1]}"
+        change = max(row.change for row in rows)
+        table.add_row(role, str(len(rows)), spread, f"≤ {change:.2g}", f"{report.error(role):.2g}")
+    return table

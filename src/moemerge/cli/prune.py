@@ -8,8 +8,7 @@ import typer
 
 from moemerge.cli.console import interruptible
 from moemerge.cli.flags import ModelArgument, Out, Reporting, Texts, add_verb, given
-from moemerge.cli.repairs import remaining_work, repair_table
-from moemerge.cli.samples import Samples, show_samples
+from moemerge.cli.repairs import Samples, remaining_work, repair_table, show_samples
 from moemerge.config.settings import OutputSettings
 from moemerge.pruning.settings import PruneSettings
 

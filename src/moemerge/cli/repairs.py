@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moemerge import cli
-from moemerge.cli.console import GOES_ON, interruptible
+from moemerge.cli.console import GOES_ON, STDOUT, interruptible, out
 from moemerge.cli.flags import (
+    ADVANCED,
     Checks,
     Experts,
     Out,
@@ -23,10 +24,11 @@ from moemerge.cli.flags import (
     given,
     numbers,
 )
-from moemerge.cli.samples import Samples, show_samples
 from moemerge.config.repairs import Repair, RepairSettings
 from moemerge.config.schema import REPAIRS
 from moemerge.config.settings import OutputSettings
+from moemerge.errors import UsageError
+from moemerge.runtime import ranks
 from moemerge.runtime.journals import journal_path, saved_path
 
 if TYPE_CHECKING:
@@ -152,3 +154,47 @@ def _inode(folder: Path) -> int | None:
         return folder.stat().st_ino
     except OSError:  # it does not exist, or cannot: a name too long, a loop of links
         return None
+
+
+BUILT_IN = ["The capital of France is", "2 + 2 ="]  # with -v and without --sample
+
+
+def _not_empty(prompts: list[str] | None) -> list[str] | None:
+    """Refuse an empty prompt before the work starts."""
+    if prompts and not all(prompt.strip() for prompt in prompts):
+        raise UsageError("--sample: the prompt is empty", hint="write some text after it")
+    return prompts
+
+
+Samples = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sample",
+        metavar="PROMPT",
+        callback=_not_empty,
+        help="Finally print a short completion by each model (-v: of two built-in prompts). "
+        "Repeat it.",
+        rich_help_panel=ADVANCED,
+    ),
+]
+
+
+def show_samples(
+    prompts: list[str] | None,
+    result: Path,
+    others: Mapping[str, str],
+    device: str,
+    reporting: Reporting,
+) -> None:
+    """Print a short greedy completion of each prompt by the result and each other model."""
+    prompts = prompts or (BUILT_IN if reporting.verbose else None)
+    if not prompts or reporting.quiet or reporting.json == STDOUT or not ranks.leads():
+        return
+    from moemerge import api
+
+    with reporting.progress() as bar:
+        models = {"OUT": str(result), **others}
+        made = api.sample(models, prompts, device=device, progress=bar)
+    for name, texts in made.items():
+        for prompt, text in zip(prompts, texts, strict=False):
+            out.print(f"{name}: {prompt!r} -> {text!r}", markup=False, soft_wrap=True)

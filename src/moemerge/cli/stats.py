@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemerge.cli.flags import ModelArgument, Overwrite, Reporting, add_verb
+from moemerge.cli.flags import ModelArgument, Reporting, add_verb
 from moemerge.collecting.settings import CollectingSettings
 from moemerge.runtime.progress import counted
 
@@ -41,7 +41,6 @@ def stats(
     ],
     settings: CollectingSettings,
     reporting: Reporting,
-    overwrite: Overwrite = False,
 ) -> None:
     """Collect the statistics that `regmean` and `fisher` need, over text of MODEL's domain.
 
@@ -51,7 +50,12 @@ def stats(
 
     with reporting.progress() as bar:
         report = api.collect_statistics(
-            model, out_file, data=data, settings=settings, overwrite=overwrite, progress=bar
+            model,
+            out_file,
+            data=data,
+            settings=settings,
+            overwrite=reporting.overwrite,
+            progress=bar,
         )
     summary = _summary(report, verbose=reporting.verbose)
     reporting.show(report.to_json(), summary, notices=report.notices)
