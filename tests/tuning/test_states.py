@@ -4,7 +4,7 @@ import pytest
 
 import zoo
 from moemerge.errors import UsageError
-from moemerge.lockstep.states import SavedStates, mark_complete
+from moemerge.lockstep.journal import SavedStates, mark_complete
 from moemerge.runtime.journals import saved_path
 from tuning.cases import InterruptedAt, changed, rows, tune
 

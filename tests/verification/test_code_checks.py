@@ -5,8 +5,8 @@ import pytest
 from moemerge.errors import DataError, UsageError
 from moemerge.verification.code_checks import CodeVerifier, program_of, row_tests
 from moemerge.verification.judgement import Grade
-from moemerge.verification.published import ThreeSecondsVerifier
 from moemerge.verification.sandbox.process import Limits
+from moemerge.verification.verifiers import ThreeSecondsVerifier
 
 HUMANEVAL = {
     "task_id": "HumanEval/x",

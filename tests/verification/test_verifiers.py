@@ -10,12 +10,14 @@ from moemerge.verification.judgement import RIGHT, Grade, Judgement
 from moemerge.verification.verifiers import (
     NAMES,
     CachedVerifier,
+    ChoiceVerifier,
     CustomVerifier,
+    ExactVerifier,
     check_all,
     check_rows,
+    chosen,
     make_verifier,
 )
-from moemerge.verification.words import ChoiceVerifier, ExactVerifier, chosen
 
 
 def test_exact_words():

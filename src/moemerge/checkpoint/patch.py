@@ -23,7 +23,7 @@ from moemerge.checkpoint.folder import (
     place_in,
 )
 from moemerge.checkpoint.output import OutputFolder, copy_file, writing
-from moemerge.checkpoint.quantised.modelopt import FILE as QUANTISATION_FILE
+from moemerge.checkpoint.quantised.formats import FILE as QUANTISATION_FILE
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.reader import AdaptedCheckpoint, Checkpoint
 from moemerge.checkpoint.requantise import RoundingErrors

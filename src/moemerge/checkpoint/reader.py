@@ -16,7 +16,7 @@ from moemerge.checkpoint.adapter import open_adapter
 from moemerge.checkpoint.folder import TensorFile, companion_files, config_hint, open_folder
 from moemerge.checkpoint.locate import locate
 from moemerge.checkpoint.lora import LoraChanges
-from moemerge.checkpoint.quantised import modelopt
+from moemerge.checkpoint.quantised.formats import section_of
 from moemerge.checkpoint.quantised.recognise import (
     SECTIONS,
     Quantisation,
@@ -64,7 +64,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.label = label if label is not None else str(path)
         self.config: dict[str, Any] = read_object(path / "config.json", config_hint(path))
         if not any(self.config.get(name) for name in SECTIONS):
-            self.config |= modelopt.section_of(path)
+            self.config |= section_of(path)
         self.files, self._placement = open_folder(path)
         self._states = {file.path: _state(file.path) for file in self.files}
         try:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moemerge.coefficients.acm import acm
 from moemerge.coefficients.adamerging import adamerging, expertmerging
 from moemerge.coefficients.job import (
     CoefficientsJob,
@@ -15,8 +14,7 @@ from moemerge.coefficients.job import (
     FoundCoefficients,
     prepare,
 )
-from moemerge.coefficients.neuron import neuron
-from moemerge.coefficients.sens import sens
+from moemerge.coefficients.measured import acm, neuron, sens
 from moemerge.config.coefficients import dump_coefficients
 from moemerge.lockstep.inputs import settings_data
 from moemerge.runtime.files import write_whole

@@ -16,10 +16,12 @@ from torch import Tensor
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint import CheckpointPatch, CheckpointWriter, TensorInfo, hub_ids, parse_size
 from moemerge.checkpoint.output import temporary_sibling
-from moemerge.composing.fit import FitDomain, fit_routers, own_share
-from moemerge.composing.gates import (
+from moemerge.composing.fit import (
+    FitDomain,
     embedded_rows,
+    fit_routers,
     hidden_rows,
+    own_share,
     random_rows,
     require_known,
     similar_experts,

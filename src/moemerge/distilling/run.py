@@ -29,12 +29,11 @@ from moemerge.features.settings import HEADROOM
 from moemerge.features.trainable import TrainedLayout
 from moemerge.lockstep.inputs import base_notices, check_same_tokens, read_text, require_streamable
 from moemerge.lockstep.job import OpenedRepair, RepairJob, RepairRun, RepairSteps, run_repair
-from moemerge.lockstep.journal import Entry
+from moemerge.lockstep.journal import Entry, SavedStates, mark_complete
 from moemerge.lockstep.models import vocabulary_size
 from moemerge.lockstep.output import PERMANENT, Output, RefusedResultError
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.request import RepairRequest, request_key
-from moemerge.lockstep.states import SavedStates, mark_complete
 from moemerge.runtime.devices import available_memory, deterministic, release_cached
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint.output import writing
-from moemerge.distilling.targets import TopTokens, top_tokens
 from moemerge.features.settings import StreamSettings
 from moemerge.features.stream import ModelStream
 from moemerge.runtime.files import write_file
@@ -133,3 +132,58 @@ def _fill(
             pass
     tokens.flush()
     log_probs.flush()
+
+
+# --- targets --------------------------------------------------------------------------------------
+
+# The probability of the remaining tokens never falls below this: log(0) has no gradient.
+LEAST_REST = 1e-7
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The most probable next tokens of each position, with their log-probabilities.
+
+    The other tokens form one group.
+    """
+
+    tokens: Tensor  # (positions, k) int32 or int64
+    log_probs: Tensor  # (positions, k) float32
+
+    def to(self, device: torch.device) -> TopTokens:
+        return TopTokens(
+            self.tokens.to(device, torch.int64, non_blocking=True),
+            self.log_probs.to(device, non_blocking=True),
+        )
+
+
+def top_tokens(logits: Tensor, k: int) -> TopTokens:
+    """Return the `k` most probable tokens of logits (positions, vocabulary)."""
+    wide = logits.float()
+    values, tokens = wide.topk(min(k, wide.shape[-1]), dim=-1)
+    log_probs = values - torch.logsumexp(wide, dim=-1, keepdim=True)
+    return TopTokens(tokens.to(torch.int32), log_probs)
+
+
+def divergence(logits: Tensor, teacher: TopTokens) -> Tensor:
+    """Return KL(teacher ‖ student) at each position, (positions,), from the student's logits.
+
+    It is that of the two distributions over the k stored tokens and the group of the others:
+
+        KL(p ‖ q) = Σ_{i in top k} p_i (log p_i − log q_i) + p_rest (log p_rest − log q_rest)
+
+    This is a lower bound of the full divergence, and equal to it if k is the vocabulary's size.
+    """
+    wide = logits.float()
+    log_q = wide.gather(-1, teacher.tokens.long()) - torch.logsumexp(wide, dim=-1, keepdim=True)
+    log_p = teacher.log_probs
+    p = log_p.exp()
+    rest_p = (1.0 - p.sum(-1)).clamp_min(LEAST_REST)
+    rest_q = (1.0 - log_q.exp().sum(-1)).clamp_min(LEAST_REST)
+    rest = rest_p * (rest_p.log() - rest_q.log())
+    return (p * (log_p - log_q)).sum(-1) + (rest if wide.shape[-1] > p.shape[-1] else 0.0)
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the cross-entropy of the tokens (positions,) that follow, (positions,)."""
+    return torch.nn.functional.cross_entropy(logits.float(), tokens, reduction="none")

@@ -19,8 +19,13 @@ from torch import Tensor
 
 from moemerge.distilling.optimisers import OptimiserName, make_optimiser
 from moemerge.distilling.student import Student
-from moemerge.distilling.targets import TopTokens, divergence, next_token_loss
-from moemerge.distilling.teachers import TeacherRows, positions
+from moemerge.distilling.teachers import (
+    TeacherRows,
+    TopTokens,
+    divergence,
+    next_token_loss,
+    positions,
+)
 from moemerge.errors import NumericalError
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks

@@ -20,7 +20,7 @@ from moemerge.checkpoint import CheckpointWriter, TensorInfo, check_output, requ
 from moemerge.config.models import ModelLike
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.exporting.settings import ExpertLayoutName
-from moemerge.exporting.units import StoredUnits, loaded_architecture
+from moemerge.exporting.targets import StoredUnits, loaded_architecture
 from moemerge.features.loading import map_stored
 from moemerge.lockstep.output_files import earlier_report
 from moemerge.report.files import CARD_NAME, CONFIG_NAME, REPORT_NAME, report_file

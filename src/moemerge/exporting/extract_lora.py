@@ -29,10 +29,17 @@ from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.dump import dump_document
 from moemerge.config.models import ModelLike
 from moemerge.errors import ArchitectureError, CheckpointError, NumericalError
-from moemerge.exporting.factors import Factors, factorise
 from moemerge.exporting.settings import ExtractLoraSettings
-from moemerge.exporting.targets import Kind, Target, adapter_config, factor_names, find_targets
-from moemerge.exporting.units import StoredUnits
+from moemerge.exporting.targets import (
+    Factors,
+    Kind,
+    StoredUnits,
+    Target,
+    adapter_config,
+    factor_names,
+    factorise,
+    find_targets,
+)
 from moemerge.lockstep.models import require_same_family
 from moemerge.report.files import (
     CARD_NAME,

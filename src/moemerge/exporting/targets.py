@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import Role, Unit
+from moemerge.checkpoint import TensorInfo
 from moemerge.checkpoint.adapter import MISTAKEN, PREFIX
 from moemerge.checkpoint.lora import TRANSPOSED_STACKS
+from moemerge.errors import CheckpointError
 from moemerge.exporting.settings import LoraLayout
-from moemerge.exporting.units import StoredUnits, loaded_architecture
+from moemerge.features.loading import build_skeleton
 
 # Versions that read the expert stacks in this way; other readers decide by them.
 _VERSIONS: Final[Mapping[LoraLayout, str]] = {
@@ -198,3 +203,106 @@ def adapter_config(
         "use_rslora": False,
         "use_dora": False,
     }
+
+
+# --- units by key, which are the same in every layout ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredUnits:
+    """The units of a checkpoint by key."""
+
+    model: OpenModel
+
+    @cached_property
+    def by_key(self) -> Mapping[str, Unit]:
+        names = self.model.checkpoint.tensors
+        return {u.key: u for name in names for u in self.model.architecture.units(name)}
+
+    def find(self, unit: Unit) -> Unit:
+        """Return this model's counterpart of a unit. Refuse one that is missing or differs."""
+        own = self.by_key.get(unit.key)
+        if own is None or own.shape != unit.shape:
+            found = "is missing" if own is None else f"has shape {list(own.shape)}"
+            raise CheckpointError(
+                f"{self.model.label}: {unit.key} {found}, expected {list(unit.shape)}",
+                hint="both models must be of one size, and their downloads complete",
+            )
+        return own
+
+    def read(self, unit: Unit, rows: tuple[int, int] | None = None) -> Tensor:
+        """Read a unit as an (out, in) view; `rows` only for one that is a whole tensor."""
+        own = self.find(unit)
+        return own.slot.take(self.model.checkpoint.read(own.tensor, rows or own.slot.rows))
+
+    def assemble(
+        self, units: Sequence[Unit], shape: Sequence[int], dtype: torch.dtype, start: int = 0
+    ) -> Tensor:
+        """Return a tensor of another layout, or its rows from `start` on: one expert of a stack."""
+        block = torch.empty(tuple(shape), dtype=dtype)
+        for unit in units:
+            rows = unit.slot.rows
+            part = block if rows is None else block[rows[0] - start : rows[1] - start]
+            unit.slot.take(part).copy_(self.read(unit))
+        return block
+
+
+def loaded_architecture(model: OpenModel) -> tuple[Any, Architecture]:
+    """Return the model as transformers builds it, without weights, and its structure."""
+    skeleton = build_skeleton(model.checkpoint, torch.float32)
+    infos = {
+        name: TensorInfo.of(name, value.dtype, tuple(value.shape))
+        for name, value in skeleton.state_dict().items()
+    }
+    return skeleton, Architecture.of(model.checkpoint.config, infos)
+
+
+# --- truncated singular value decompositions ------------------------------------------------------
+
+# Directions below this share of the largest squared singular value are rounding error.
+_NOISE = 1e-14
+
+Blocks = Callable[[], Iterable[Tensor]]  # the rows of a matrix, in order; may be called twice
+
+
+@dataclass(frozen=True)
+class Factors:
+    """B A, the best approximation of its rank; the singular values are shared evenly."""
+
+    b: Tensor  # (out, rank)
+    a: Tensor  # (rank, in)
+
+    def to(self, dtype: torch.dtype) -> Factors:
+        return Factors(self.b.to(dtype), self.a.to(dtype))
+
+
+def factorise(
+    blocks: Blocks, shape: tuple[int, int], most: int, energy: float | None
+) -> Factors | None:
+    """Return the leading singular directions of a matrix; None for a zero matrix.
+
+    They are eigenvectors of its smaller Gram matrix. In float64 these resolve everything in
+    float32 inputs. Only a tall matrix may come in several blocks.
+    """
+    tall = shape[0] >= shape[1]
+    changed = (block.double() for block in blocks() if bool(block.any()))
+    gram = sum(d.T @ d if tall else d @ d.T for d in changed)
+    if not isinstance(gram, Tensor):
+        return None
+    squares, vectors = torch.linalg.eigh(gram)
+    squares, vectors = squares.flip(0).clamp_min(0), vectors.flip(1)
+    if not bool(squares[0] > 0):
+        return None
+    count = int((squares > _NOISE * squares[0]).sum())
+    if energy is not None:
+        kept = squares.cumsum(0) / squares.sum()
+        count = min(count, 1 + int((kept < energy - _NOISE).sum()))
+    count = min(count, most)
+    short = vectors[:, :count]
+    scale = squares[:count] ** 0.25  # the square root of the singular values
+    if tall:
+        b = torch.cat([(block.double() @ (short / scale)).float() for block in blocks()])
+        return Factors(b, (short * scale).T.float())
+    (block,) = blocks()
+    a = (short / scale).T @ block.double()
+    return Factors((short * scale).float(), a.float())

@@ -1,7 +1,17 @@
 """Matrix-free linear operators and the conjugate gradient method."""
 
-from moemerge.linalg.cg import CGResult, Ending, Patience, Resting, Status, cg
-from moemerge.linalg.operator import Deflation, Diagonal, Identity, LinearOperator
+from moemerge.linalg.cg import (
+    CGResult,
+    Deflation,
+    Diagonal,
+    Ending,
+    Identity,
+    LinearOperator,
+    Patience,
+    Resting,
+    Status,
+    cg,
+)
 
 __all__ = [
     "CGResult",

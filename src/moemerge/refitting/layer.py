@@ -31,9 +31,8 @@ from moemerge.refitting.least_squares import (
     parameter,
 )
 from moemerge.refitting.linear import Inputs, Missing, fit_linear, fitted_by_lead, sum_up
-from moemerge.refitting.plan import LayerPlan
+from moemerge.refitting.plan import LayerPlan, Storage
 from moemerge.refitting.report import ExpertsRow, FitRow, MapRow, kind_of_map
-from moemerge.refitting.storage import Storage
 from moemerge.refitting.targets import (
     HiddenState,
     LayerView,

@@ -20,11 +20,10 @@ from moemerge.refitting.gradient import Training
 from moemerge.refitting.layer import LayerFitter
 from moemerge.refitting.least_squares import Affine, DomainScales, Fit, RidgeRule, parameter
 from moemerge.refitting.linear import Inputs, fit_head
-from moemerge.refitting.plan import LayerPlan, RefitPlan, stored_experts, stored_linear
+from moemerge.refitting.plan import LayerPlan, RefitPlan, Storage, stored_experts, stored_linear
 from moemerge.refitting.records import AsMerged, LayerCalls, followed_batches, layer_drift
 from moemerge.refitting.report import FitRow, LayerRow, MapRow, RouterRow, TrainedRow
 from moemerge.refitting.routers import RouterJob
-from moemerge.refitting.storage import Storage
 from moemerge.refitting.streams import RefitStreams
 from moemerge.runtime.gpu import to_host
 from moemerge.runtime.ranks import Ranks

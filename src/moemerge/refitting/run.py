@@ -29,7 +29,7 @@ from moemerge.refitting.job import RefitJob, RefitRequest, check, prepare
 from moemerge.refitting.least_squares import Factor, FitSums, RidgeRule, fit_map
 from moemerge.refitting.linear import BLOCK_VALUES, GROUP
 from moemerge.refitting.loop import FinishedLayer, RefitLoop
-from moemerge.refitting.plan import RefitPlan, make_plan, planned_names
+from moemerge.refitting.plan import RefitPlan, Storage, make_plan, planned_names
 from moemerge.refitting.report import (
     RefitReport,
     few_tokens,
@@ -40,7 +40,6 @@ from moemerge.refitting.report import (
 )
 from moemerge.refitting.routers import RouterJob, RouterProblem, fit_router
 from moemerge.refitting.settings import RefitSettings
-from moemerge.refitting.storage import Storage
 from moemerge.refitting.streams import RefitStreams, build_streams, require_same_shapes
 from moemerge.routing.compilation import compile_kernels
 from moemerge.routing.products import logits_of, working_dtype

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moemerge.architectures.rules import Gate
 from moemerge.errors import NumericalError
-from moemerge.linalg.operator import LinearOperator
+from moemerge.linalg.cg import LinearOperator
 from moemerge.routing.gates import (
     Curvature,
     TokenWeights,

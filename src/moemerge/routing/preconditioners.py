@@ -31,8 +31,7 @@ from enum import StrEnum
 
 import torch
 
-from moemerge.linalg.cg import Patience
-from moemerge.linalg.operator import Diagonal, Identity, LinearOperator
+from moemerge.linalg.cg import Diagonal, Identity, LinearOperator, Patience
 from moemerge.routing.curvature import RouterCurvature
 from moemerge.routing.inverses import KroneckerFactors, block_inverse
 from moemerge.routing.leading import (

@@ -23,7 +23,7 @@ from moemerge.errors import (
 )
 from moemerge.features.trainable import load_trainable
 from moemerge.lockstep.inputs import settings_data
-from moemerge.lockstep.states import SavedStates
+from moemerge.lockstep.journal import SavedStates
 from moemerge.runtime.devices import is_out_of_memory
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress

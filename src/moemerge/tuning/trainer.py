@@ -25,12 +25,12 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from moemerge.errors import NumericalError
 from moemerge.features.compat import use_one_gpu
-from moemerge.lockstep.states import mark_complete
+from moemerge.lockstep.journal import mark_complete
 from moemerge.runtime.devices import multiplies_bfloat16
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks
-from moemerge.tuning.adapters import check_adapter, lora_config
 from moemerge.tuning.job import TuningJob
+from moemerge.tuning.output import check_adapter, lora_config
 
 TRAINED: Final = "trained.pt"
 IGNORED: Final = -100  # the label of tokens without loss

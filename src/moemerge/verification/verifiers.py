@@ -12,10 +12,12 @@ import importlib
 import importlib.util
 import inspect
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
@@ -24,16 +26,18 @@ from moemerge.runtime.devices import cpu_count
 from moemerge.runtime.journals import LineStore
 from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress, Silent
-from moemerge.verification.code_checks import CodeVerifier
-from moemerge.verification.judgement import RIGHT, ComputedOnce, Fields, Grade, Judgement, Verifier
-from moemerge.verification.mathematics import MathVerifier
-from moemerge.verification.published import (
-    BareMathVerifier,
-    LastChoiceVerifier,
-    LastNumberVerifier,
-    ThreeSecondsVerifier,
+from moemerge.verification.code_checks import CodeVerifier, Tests, row_tests
+from moemerge.verification.judgement import (
+    RIGHT,
+    ComputedOnce,
+    Fields,
+    Grade,
+    Judgement,
+    Verifier,
+    differing,
 )
-from moemerge.verification.words import ChoiceVerifier, ExactVerifier
+from moemerge.verification.mathematics import MathVerifier, text_answer
+from moemerge.verification.sandbox.process import Limits
 from moemerge.verification.workers import WorkerPool
 
 NAMES: Final = ("math", "code", "exact", "choice", "instructions")
@@ -267,3 +271,153 @@ class InstructionsVerifier(Verifier):
 
     def close(self) -> None:
         self._pool.close()
+
+
+# --- plain text: an exact match, or the letter of a choice ----------------------------------------
+
+_STATED: Final = re.compile(r"\banswer\s*(?:is|:|=)+\s*[\"'*_(\[]*([A-Za-z])\b(?![.'’]\w)", re.I)
+_BRACKETED: Final = re.compile(r"[(\[]([A-Za-z])[)\]]")
+_ALONE: Final = re.compile(r"\s*[\"'*_(\[]*([A-Za-z])(?:[)\].:,*_\"']+|\s*$)")
+
+
+class ExactVerifier(Verifier):
+    """Checks that the response equals the row's `answer`, apart from surrounding space."""
+
+    name = "exact"
+
+    def relevant(self, row: Fields) -> Any:
+        return _answer(row)
+
+    def check(self, row: Fields, response: str) -> Judgement:
+        expected, given = _answer(row).strip(), response.strip()
+        if given == expected:
+            return RIGHT
+        if not given:
+            return Judgement(Grade.NO_ANSWER, "an empty response")
+        return differing(given, expected)
+
+
+class ChoiceVerifier(Verifier):
+    """Checks that the response chooses the letter in the row's `answer`.
+
+    The last "the answer is X" counts, then the last (X), then a letter at the start of the
+    response.
+    """
+
+    name = "choice"
+
+    def relevant(self, row: Fields) -> Any:
+        answer, choices = row.get("answer"), row.get("choices")
+        if isinstance(answer, int) and isinstance(choices, list) and 0 <= answer < len(choices):
+            return ascii_uppercase[answer]  # an index, as in many data sets
+        letter = _answer(row).strip().strip("()[].").upper()
+        if len(letter) != 1 or not letter.isalpha():
+            raise DataError(f"'answer' is {letter[:40]!r}, expected one letter, such as B")
+        return letter
+
+    def check(self, row: Fields, response: str) -> Judgement:
+        expected, given = self.relevant(row), chosen(response)
+        if given is None:
+            return Judgement(Grade.NO_ANSWER, "no choice in the response")
+        if given == expected:
+            return RIGHT
+        return Judgement(Grade.WRONG, f"{given} instead of {expected}")
+
+
+def chosen(response: str) -> str | None:
+    """Return the letter that a response chooses, in upper case."""
+    letters = _STATED.findall(response) or _BRACKETED.findall(response)
+    if letters:
+        return str(letters[-1]).upper()
+    alone = _ALONE.match(response)
+    return alone[1].upper() if alone else None
+
+
+def _answer(row: Fields) -> str:
+    answer = row.get("answer")
+    if not isinstance(answer, str):
+        raise DataError(
+            f"'answer' is {type(answer).__name__}, expected a string",
+            hint='name the column that holds it: `map={"answer": COLUMN}`',
+        )
+    return answer
+
+
+# --- the checks of the paper's authors with their faults, which docs/evaluate.md lists ------------
+
+_NUMBER: Final = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+_CHOICE: Final = re.compile(r"\(([A-Z])\)")
+_SECONDS: Final = 3.0
+
+
+class LastNumberVerifier(Verifier):
+    """Compares the text of the last number: 18.00 is not 18, and `...` is a number."""
+
+    name = "last-number"
+
+    def relevant(self, row: Fields) -> Any:
+        return text_answer(row).rsplit("####", 1)[-1].strip()
+
+    def check(self, row: Fields, response: str) -> Judgement:
+        numbers = [first or second for first, second in _NUMBER.findall(response)]
+        if not numbers:
+            return Judgement(Grade.NO_ANSWER, "no number in the response")
+        given, expected = _bare(numbers[-1]), _bare(self.relevant(row))
+        if given == expected:
+            return RIGHT
+        return differing(given, expected)
+
+
+def _bare(number: str) -> str:
+    """Remove commas, dollar signs and a final point."""
+    return re.sub(r"\.$", "", number.replace(",", "").replace("$", ""))
+
+
+class BareMathVerifier(MathVerifier):
+    """math-verify with a bare gold answer: it reads 3√13 as 3, and many answers not at all."""
+
+    name = "bare-math"
+
+    def relevant(self, row: Fields) -> Any:
+        return text_answer(row)
+
+    def check(self, row: Fields, response: str) -> Judgement:
+        answer = self._pool.ask({"gold": text_answer(row), "texts": [response], "bare": True})
+        if answer is None:
+            return Judgement(Grade.TIMEOUT, f"math-verify took more than {self._seconds:g} s")
+        return Judgement(Grade(answer["grade"]))
+
+
+class LastChoiceVerifier(ChoiceVerifier):
+    """Takes the last (X), whatever the text states about it."""
+
+    name = "last-choice"
+
+    def check(self, row: Fields, response: str) -> Judgement:
+        letters, expected = _CHOICE.findall(response), self.relevant(row)
+        if not letters:
+            return Judgement(Grade.NO_ANSWER, "no (X) in the response")
+        if letters[-1] == expected:
+            return RIGHT
+        return Judgement(Grade.WRONG, f"{letters[-1]} instead of {expected}")
+
+
+class ThreeSecondsVerifier(CodeVerifier):
+    """Runs the text before the next fence, for three seconds on any machine. It uses HumanEval/32's
+    test as released, which no program passes.
+    """
+
+    name = "code-3s"
+
+    def __init__(self, *, allow_code: bool) -> None:
+        limits = Limits(cpu_seconds=_SECONDS, wall_seconds=_SECONDS)
+        super().__init__(allow_code=allow_code, limits=limits)
+
+    def tests_of(self, row: Fields) -> Tests:
+        tests = row_tests(row, mended=False)
+        return Tests(tests.source, tests.entry_point)  # without a reference the limit is fixed
+
+    def program_of(self, response: str, tests: Tests) -> str | None:
+        """Return the text up to the next fence; the prompt has opened the first one."""
+        code = response.split("```python\n", 1)[-1].split("```", 1)[0]
+        return code if code.strip() else None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moemerge.errors import ConfigError
-from moemerge.merging.methods.awd import AwdOptions, common_part
+from moemerge.merging.methods.elementwise import AwdOptions, common_part
 
 
 def normal(*shape, seed=0):

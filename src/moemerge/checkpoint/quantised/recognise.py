@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from moemerge.checkpoint.quantised import compressed, fp8, modelopt, mxfp4
+from moemerge.checkpoint.quantised import compressed, formats
 from moemerge.checkpoint.quantised.scheme import relative_error
 from moemerge.checkpoint.quantised.tensor import (
     FetchStored,
@@ -76,11 +76,11 @@ def recognise(
     dtype = _dtype(config)
     tensors: Iterable[QuantisedInfo]
     if method == "fp8":
-        tensors = fp8.find(section, headers, dtype)
+        tensors = formats.find_fp8(section, headers, dtype)
     elif method == "mxfp4":
-        tensors = mxfp4.find(section, headers, dtype)
+        tensors = formats.find_mxfp4(headers, dtype)
     elif method == "modelopt":
-        tensors = modelopt.find(headers, dtype)
+        tensors = formats.find_modelopt(headers, dtype)
     else:
         tensors = compressed.find(section, headers, dtype, read)
     units = stack_experts(config, {unit.name: unit for unit in tensors})
@@ -98,7 +98,7 @@ def is_readable(section: Mapping[str, Any]) -> bool:
     """Return whether a quantization_config describes a supported format."""
     method = section.get("quant_method")
     if method == "modelopt":
-        return section.get("quant_algo") in modelopt.READABLE
+        return section.get("quant_algo") in formats.READABLE
     if method != "compressed-tensors":
         return method in ("fp8", "mxfp4")
     changed = section.get("sparsity_config") or section.get("transform_config")
