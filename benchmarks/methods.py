@@ -47,7 +47,6 @@ from moemerge.config.parameters import StatisticsKind
 from moemerge.statistics import Provenance, StatisticsWriter
 from moemerge.statistics.file import pack_symmetric, packed_size, stored_shape
 from moemerge.statistics.provenance import (
-    all_units,
     family_name,
     model_fingerprint,
     tokenizer_fingerprint,
@@ -138,7 +137,7 @@ def make_statistics(folder: Path, out: Path, kind: StatisticsKind) -> None:
     if out.exists():
         return
     model = open_model("model", str(folder))
-    units = all_units(model.checkpoint, model.architecture)
+    units = model.architecture.units_by_key
     provenance = Provenance(
         model=model.label,
         family=family_name(model.architecture),

@@ -91,8 +91,8 @@ def test_nothing_but_the_command_line_itself_comes_before_its_ctrl_c():
 @pytest.mark.parametrize(
     ("asked", "verbs"),
     [
-        ("swap-routers", {"convert", "swap-routers"}),
-        ("validate", {"merge", "validate"}),
+        ("swap-routers", {"convert", "swap-routers", "extract", "extract-lora"}),
+        ("validate", {"merge", "validate", "run"}),
         ("--help", None),
         ("inspct", None),
     ],

@@ -24,7 +24,7 @@ from moemerge.api import list_methods, list_wrappers
 from moemerge.cli import console
 from moemerge.cli.app import app
 from moemerge.cli.console import interruptible, substitute
-from moemerge.cli.render import FirstThatFits, NumberTable, merge_report
+from moemerge.cli.render import NumberTable, merge_report
 from moemerge.cli.repairs import remaining_work
 from moemerge.cli.routing_table import calibrate_report, diagnosis_report
 from moemerge.report.words import Quantity
@@ -79,13 +79,6 @@ def test_markup_in_a_cell_is_text():
     table.add("[/]", "[1]")
     text = printed(table, 80)
     assert [word in text for word in ("[bold]a", "[red]title", "[/]", "[1]")] == [True] * 4
-
-
-def test_the_first_layout_that_fits_is_taken():
-    wide, narrow = NumberTable(["a" * 50, "c"]), NumberTable(["b", "c"])
-    assert "a" in printed(FirstThatFits(wide, narrow), 60)
-    assert "a" not in printed(FirstThatFits(wide, narrow), 40)
-    assert "a" in printed(FirstThatFits(wide, wide), 40)
 
 
 # --- what commands show -------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from moemerge.architectures.layout import projection_of
 from moemerge.coefficients.maths import served_domain
 from moemerge.config.coefficients import read_coefficients
 from moemerge.errors import ConfigError, UsageError
-from moemerge.statistics.provenance import all_units
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +73,7 @@ def written(path, labels, **more):
 
 
 def units(folder):
-    checkpoint, architecture = open_model(folder)
-    return all_units(checkpoint, architecture)
+    return open_model(folder)[1].units_by_key
 
 
 def mlps(folder):

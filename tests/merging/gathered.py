@@ -17,7 +17,6 @@ from moemerge.config.parameters import StatisticsKind
 from moemerge.statistics.file import pack_symmetric, packed_size
 from moemerge.statistics.provenance import (
     Provenance,
-    all_units,
     family_name,
     model_fingerprint,
     tokenizer_fingerprint,
@@ -62,7 +61,7 @@ def gather(
 ) -> Gathered:
     """Write `out`; `visits` says how many tokens the units with that part in their key get."""
     checkpoint, architecture = open_model(folder)
-    units = all_units(checkpoint, architecture)
+    units = architecture.units_by_key
     provenance = Provenance(
         model=checkpoint.label,
         family=family_name(architecture),
@@ -126,5 +125,5 @@ def unit_tensors(folder: Path | str) -> dict[str, Tensor]:
     checkpoint, architecture = open_model(folder)
     return {
         key: unit.slot.take(checkpoint.read(unit.tensor, unit.slot.rows)).double()
-        for key, unit in all_units(checkpoint, architecture).items()
+        for key, unit in architecture.units_by_key.items()
     }

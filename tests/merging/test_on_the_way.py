@@ -15,7 +15,6 @@ from merging.gathered import is_linear, open_model, unit_tensors
 from moemerge.config.settings import MergeSettings
 from moemerge.errors import ConfigError, DataError, NumericalError, ResourceError
 from moemerge.merging import run as merging_run
-from moemerge.statistics.provenance import all_units
 
 CPU = MergeSettings(device="cpu")
 WORDS = ["sum", "list", "dict", "value", "model", "expert", "router", "code", "math"]
@@ -160,7 +159,7 @@ def test_fisher_from_text_is_what_plain_transformers_give(others, tmp_path, fami
         {key: value / length for key, value in direct.fishers(folder / name, r).items()}
         for name, r, length in zip(("math", "code"), rows, lengths, strict=True)
     ]
-    linear = {u.key for u in all_units(*open_model(tmp_path / "out")).values() if is_linear(u)}
+    linear = {u.key for u in open_model(tmp_path / "out")[1].units_by_key.values() if is_linear(u)}
     assert len(linear) > 60
     for key in linear:
         floor = 1e-6 * sum(f[key].mean() for f in found) / 2

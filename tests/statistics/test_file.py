@@ -15,7 +15,6 @@ from moemerge.errors import CheckpointError, TokenizerError
 from moemerge.statistics import Provenance, Statistics, StatisticsWriter
 from moemerge.statistics.file import pack_symmetric, packed_size, unpack_symmetric
 from moemerge.statistics.provenance import (
-    all_units,
     model_fingerprint,
     tokenizer_fingerprint,
 )
@@ -214,8 +213,7 @@ def test_a_model_has_one_fingerprint_in_every_layout(family, zoo_folder):
 def test_one_expert_makes_another_model(family, fused, zoo_folder, tmp_path):
     folder = zoo_folder(family, fused=fused)
     before = model_fingerprint(*opened(folder))
-    checkpoint, architecture = opened(folder)
-    for unit in all_units(checkpoint, architecture).values():
+    for unit in opened(folder)[1].units_by_key.values():
         if unit.layer != 1 or unit.expert not in (0, 5) or len(unit.shape) != 2:
             continue
         moved = tmp_path / unit.key

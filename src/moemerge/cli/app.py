@@ -7,11 +7,12 @@ import pkgutil
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from moemerge import cli
 from moemerge.cli import INTERRUPTED, NOTHING_LEFT
 from moemerge.cli.console import show_error
-from moemerge.cli.flags import CommandGroup
+from moemerge.cli.flags import without_types
 from moemerge.cli.wording import in_flags
 from moemerge.errors import ConfigError, MoeMergeError
 from moemerge.runtime import ranks
@@ -43,8 +44,11 @@ SHARED = {
 HELPERS = ("app", "console", "flags", "paths", "render", "wording")
 
 
-class Verbs(CommandGroup):
+class Verbs(TyperGroup):
     """Print each of our errors as one message and exit with its code."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moemerge.evaluation.report import EvaluationReport, MeanScore, PairedDifference, ResultRow
-    from moemerge.evaluation.text_losses import TextPerplexity
+    from moemerge.evaluation.text_losses import LossDifference, TextPerplexity
 
 EXAMPLES = """
   moemerge evaluate merged/ calibrated/ --task gsm8k --task math500 \\
@@ -124,15 +124,13 @@ def _pairs(rows: tuple[ResultRow, ...]) -> NumberTable:
 
 def _pair_cells(pair: PairedDifference) -> list[str | Text]:
     low, high = (f"{100 * end:+.1f}" for end in pair.interval)
-    sure = Text("significant", "bold green" if pair.difference > 0 else "bold red")
-    return [
-        f"{100 * pair.difference:+.1f}",
-        f"{low} to {high}",
-        pair.p_text,
-        str(pair.won),
-        str(pair.lost),
-        sure if pair.significant else "",
-    ]
+    better = pair.difference > 0
+    return [f"{100 * pair.difference:+.1f}", f"{low} to {high}", *_test_cells(pair, better)]
+
+
+def _test_cells(pair: PairedDifference | LossDifference, better: bool) -> list[str | Text]:
+    sure = Text("significant", "bold green" if better else "bold red")
+    return [pair.p_text, str(pair.won), str(pair.lost), sure if pair.significant else ""]
 
 
 def _losses(texts: Sequence[TextPerplexity]) -> NumberTable:
@@ -153,16 +151,9 @@ def _loss_pairs(texts: Sequence[TextPerplexity]) -> NumberTable:
     for text in texts:
         for pair in text.pairs:
             ends = "" if pair.interval is None else "{:+.3f} to {:+.3f}".format(*pair.interval)
-            sure = Text("significant", "bold green" if pair.difference < 0 else "bold red")
-            table.add(
-                f"{text.name}: {short(pair.second)} − {short(pair.first)}",
-                with_error(pair.difference, pair.error),
-                ends,
-                pair.p_text,
-                str(pair.won),
-                str(pair.lost),
-                sure if pair.significant else "",
-            )
+            name = f"{text.name}: {short(pair.second)} − {short(pair.first)}"
+            difference = with_error(pair.difference, pair.error)
+            table.add(name, difference, ends, *_test_cells(pair, pair.difference < 0))
     return table
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 from rich.markup import escape
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from moemerge.cli.console import STDOUT, Bar, deliver_json, err, out, progress
@@ -203,13 +203,6 @@ class Verb(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         speak_of(self.params)
         return super().invoke(ctx)
-
-
-class CommandGroup(TyperGroup):
-    """Commands under one name."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return without_types(super().get_params(ctx))
 
 
 def without_types(parameters: list[Any]) -> list[Any]:

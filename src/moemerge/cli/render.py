@@ -83,17 +83,6 @@ class NumberTable:
                 yield ""
 
 
-class FirstThatFits:
-    """Alternative layouts: the first one that fits the terminal, or the last."""
-
-    def __init__(self, *layouts: RenderableType) -> None:
-        self._layouts = layouts
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        fits = (one for one in self._layouts if _least(console, one) <= options.max_width)
-        yield next(fits, self._layouts[-1])
-
-
 def _least(console: Console, table: RenderableType) -> int:
     """Return the least width at which no number is truncated."""
     options = console.options.update(width=UNLIMITED)
@@ -253,9 +242,7 @@ def _calibration(d: Description) -> str:
 
 def methods_table(methods: list[dict[str, Any]]) -> RenderableType:
     """Return a paragraph for each method: summary, requirements, parameters with defaults."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+    table = facts([])
     group = None
     memory = {"units": "a whole matrix in memory", "runs": ""}
     time = {"decompositions": "decomposes every matrix", "steps": "hundreds of steps a matrix"}
@@ -273,28 +260,27 @@ def methods_table(methods: list[dict[str, Any]]) -> RenderableType:
             _parameter_words("per model", method["per_model"]),
             _parameter_words("options", method["options"]),
         ]
-        second = "; ".join(word for word in words if word)
-        table.add_row(
-            method["method"], f"{escape(method['what_it_does'])}\n[dim]{escape(second)}[/]"
-        )
+        table.add_row(method["method"], _paragraph(method, words))
     return table
 
 
 def wrappers_table(wrappers: list[dict[str, Any]]) -> RenderableType:
     """Return a paragraph for each wrapper, as for methods."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+    table = facts([])
     for wrapper in wrappers:
         kind = wrapper["statistics"]
         words = [
             f"needs {kind} statistics of the base" if kind else "",
             _parameter_words("options", wrapper["options"]),
         ]
-        second = "; ".join(word for word in words if word)
-        dim = f"\n[dim]{escape(second)}[/]" if second else ""
-        table.add_row(wrapper["wrapper"], f"{escape(wrapper['what_it_does'])}{dim}")
+        table.add_row(wrapper["wrapper"], _paragraph(wrapper, words))
     return table
+
+
+def _paragraph(entry: Mapping[str, Any], words: list[str]) -> str:
+    second = "; ".join(filter(None, words))
+    dim = f"\n[dim]{escape(second)}[/]" if second else ""
+    return f"{escape(entry['what_it_does'])}{dim}"
 
 
 def _parameter_words(kind: str, parameters: list[dict[str, Any]]) -> str:

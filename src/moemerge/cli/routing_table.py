@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moemerge.cli.render import FirstThatFits, NumberTable, facts, requantised
+from moemerge.cli.render import NumberTable, facts, requantised
 from moemerge.cli.wording import in_flags
 from moemerge.diagnosis.verdict import DAMAGED, INTACT, SLIGHT
 from moemerge.report.words import Quantity, display_names, percent, with_error
@@ -301,8 +301,8 @@ def timing(report: RepairReport, done: str, last: str) -> list[tuple[str, str]]:
     return rows
 
 
-def _solves(report: CalibrationReport, *, verbose: bool) -> RenderableType:
-    """Return a row per router, or a row per router and domain on narrow terminals."""
+def _solves(report: CalibrationReport, *, verbose: bool) -> NumberTable:
+    """Return a row per router."""
     names = list(report.sources)
     columns = [*COLUMNS, HELD_OUT] if verbose and "holdout" in report.totals else [*COLUMNS]
     repeated = len({row["layer"] for row in report.layers}) < len(report.layers)
@@ -312,23 +312,13 @@ def _solves(report: CalibrationReport, *, verbose: bool) -> RenderableType:
     own = report.settings["targets"] == "source-features"
     title = f"before → after; {'each model on its own features' if own else alone}"
     across = [f"{heading}\n{name}" for heading, *_ in columns for name in names]
-    wide = NumberTable(
+    table = NumberTable(
         [f"\n{text}" for text in solver] + across, keys=len(solver), words=words, title=title
     )
-    solves = NumberTable(solver, words=words)
-    domains = NumberTable(
-        ["layer", "domain", *(column[0] for column in columns)], keys=2, words=[1], title=title
-    )
     for row in (*report.layers, {**report.totals, "layer": "mean"}):
-        of_solver = _solve_cells(row)[: len(solver)]
-        changes = {name: [_change(row, column, name) for column in columns] for name in names}
-        by_column = zip(*changes.values(), strict=True)
-        wide.add(*of_solver, *(cell for column in by_column for cell in column))
-        if "router" in row:
-            solves.add(*of_solver)
-        for at, name in enumerate(names):
-            domains.add(of_solver[0] if at == 0 else "", name, *changes[name])
-    return FirstThatFits(wide, Group(domains, "", solves))
+        changes = [_change(row, column, name) for column in columns for name in names]
+        table.add(*_solve_cells(row)[: len(solver)], *changes)
+    return table
 
 
 def _solve_cells(row: Mapping[str, Any]) -> list[str | Text]:

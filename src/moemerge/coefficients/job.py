@@ -18,7 +18,6 @@ from moemerge.features.settings import StreamSettings, batch_tokens, forward_dty
 from moemerge.lockstep.inputs import check_same_tokens, read_text, require_streamable
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.outputs import FileKind, check_output_file
-from moemerge.statistics.provenance import all_units
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files
@@ -107,7 +106,7 @@ def prepare(request: CoefficientsRequest) -> CoefficientsJob:
 def layer_places(model: OpenModel) -> tuple[str, ...]:
     """Return the common prefix of the unit keys of each decoder layer."""
     places: dict[int, str] = {}
-    for key in all_units(model.checkpoint, model.architecture):
+    for key in model.architecture.units_by_key:
         parts = split_layer(key)
         if parts is not None and parts.layer < model.architecture.num_layers:
             places[parts.layer] = f"{parts.wrap}{parts.box}.{parts.layer}"

@@ -37,7 +37,6 @@ from moemerge.errors import ArchitectureError, UsageError
 from moemerge.features.stream import ModelStream
 from moemerge.runtime.progress import Progress
 from moemerge.statistics import Statistics
-from moemerge.statistics.provenance import all_units
 from moemerge.text.batches import Batch
 
 
@@ -197,7 +196,7 @@ def _powers(
 
     Tokens that are not routed to an expert leave its neurons at 0.
     """
-    units = all_units(job.base.checkpoint, job.base.architecture)
+    units = job.base.architecture.units_by_key
     # If gate and up are one tensor, a merge cannot scale a neuron's rows of it.
     served = {_place(key) for key, unit in units.items() if projection_of(unit) == "up"}
     powers = {}

@@ -24,7 +24,6 @@ from moemerge.runtime.ranks import Ranks, own_device
 from moemerge.statistics import Provenance
 from moemerge.statistics.file import stored_shape
 from moemerge.statistics.provenance import (
-    all_units,
     data_fingerprint,
     family_name,
     model_fingerprint,
@@ -86,7 +85,7 @@ def prepare(request: CollectRequest, ranks: Ranks) -> CollectingJob:
     device = own_device(resolve_device(settings.device))
     model = open_model("model", request.model)
     model.require_readable("dequantise it to bfloat16 first and use that folder")
-    units = all_units(model.checkpoint, model.architecture)
+    units = model.architecture.units_by_key
     shapes = [unit.shape for unit in units.values() if len(unit.shape) == 2]
     if ranks.leads:
         require_space(request.out, _output_bytes(settings.kind, shapes))

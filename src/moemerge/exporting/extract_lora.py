@@ -206,9 +206,6 @@ class _ChangedMatrix:
         for span in self._spans:
             yield self._whole if span is None else self._read(span)
 
-    def changes(self) -> Iterator[Tensor]:
-        return (change for change, _ in self.blocks())
-
     def _read(self, span: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
         after, before = (self._side(side, span) for side in self.pair.sides)
         change = after - before
@@ -325,7 +322,7 @@ class _AdapterWriter:
             if target.low_rank:
                 shape = (target.shape[-2], target.shape[-1])
                 most = min(self._settings.rank or max(shape), *shape)
-                found = factorise(matrix.changes, shape, most, self._settings.energy)
+                found = factorise(matrix.blocks, shape, most, self._settings.energy)
                 found = None if found is None else found.to(self._dtype)
             factors.append(found)
             start = 0

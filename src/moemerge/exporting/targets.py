@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -94,7 +93,7 @@ def find_targets(base: OpenModel, layout: LoraLayout) -> list[Target]:
 def _modules(base: OpenModel) -> list[Target]:
     """Return one module per matrix, under the names of the original checkpoints."""
     targets = []
-    for unit in StoredUnits(base).by_key.values():
+    for unit in base.architecture.units_by_key.values():
         matrix = len(unit.shape) == 2 and unit.key.endswith(".weight")
         kind = Kind.MODULE if matrix else Kind.NONE
         if unit.role is Role.EMBEDDING and matrix:
@@ -214,10 +213,9 @@ class StoredUnits:
 
     model: OpenModel
 
-    @cached_property
+    @property
     def by_key(self) -> Mapping[str, Unit]:
-        names = self.model.checkpoint.tensors
-        return {u.key: u for name in names for u in self.model.architecture.units(name)}
+        return self.model.architecture.units_by_key
 
     def find(self, unit: Unit) -> Unit:
         """Return this model's counterpart of a unit. Refuse one that is missing or differs."""
@@ -262,7 +260,8 @@ def loaded_architecture(model: OpenModel) -> tuple[Any, Architecture]:
 # Directions below this share of the largest squared singular value are rounding error.
 _NOISE = 1e-14
 
-Blocks = Callable[[], Iterable[Tensor]]  # the rows of a matrix, in order; may be called twice
+# The rows of a matrix in order, each with something else; may be called twice.
+Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -285,7 +284,7 @@ def factorise(
     float32 inputs. Only a tall matrix may come in several blocks.
     """
     tall = shape[0] >= shape[1]
-    changed = (block.double() for block in blocks() if bool(block.any()))
+    changed = (block.double() for block, _ in blocks() if bool(block.any()))
     gram = sum(d.T @ d if tall else d @ d.T for d in changed)
     if not isinstance(gram, Tensor):
         return None
@@ -301,8 +300,8 @@ def factorise(
     short = vectors[:, :count]
     scale = squares[:count] ** 0.25  # the square root of the singular values
     if tall:
-        b = torch.cat([(block.double() @ (short / scale)).float() for block in blocks()])
+        b = torch.cat([(block.double() @ (short / scale)).float() for block, _ in blocks()])
         return Factors(b, (short * scale).T.float())
-    (block,) = blocks()
+    ((block, _),) = blocks()
     a = (short / scale).T @ block.double()
     return Factors((short * scale).float(), a.float())

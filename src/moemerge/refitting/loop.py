@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import ArchitectureError
-from moemerge.features.input_hooks import LinearHook, UnitMap
+from moemerge.features.input_hooks import UnitMap
 from moemerge.features.stops import Stop
 from moemerge.features.tokens import real_rows
 from moemerge.lockstep.experts import ExpertMaps
 from moemerge.lockstep.request import errors_of
 from moemerge.refitting.gradient import Training
 from moemerge.refitting.layer import LayerFitter
-from moemerge.refitting.least_squares import Affine, DomainScales, Fit, RidgeRule, parameter
+from moemerge.refitting.least_squares import Affine, DomainScales, RidgeRule, parameter
 from moemerge.refitting.linear import Inputs, fit_head
 from moemerge.refitting.plan import LayerPlan, RefitPlan, Storage, stored_experts, stored_linear
 from moemerge.refitting.records import AsMerged, LayerCalls, followed_batches, layer_drift
@@ -285,29 +285,20 @@ class RefitLoop:
             )
             row = TrainedRow(head.weight, "distribution", fit, rate)
         else:
-            weight, fit = self._fit_head(affines, final, theirs, head)
+            weight, fit = fit_head(
+                affines.pop(""),
+                affines,
+                Inputs(self.batches, [final[id(batch)] for batch in self.batches]),
+                theirs,
+                self.scales,
+                self.ridge,
+                self._stored(head.weight),
+                self.ranks,
+            )
             row = MapRow(head.weight, "output", fit)
         checkpoint = self.streams.merged.stream.checkpoint
         tensors = stored_linear(checkpoint, self.units.linear(head), weight)
         self.on_done(FinishedLayer(tensors, LayerRow(None, (row,), {}, {}, ())))
-
-    def _fit_head(
-        self,
-        affines: dict[str, Affine],
-        final: Mapping[int, Tensor],
-        theirs: Mapping[int, Tensor],
-        head: LinearHook,
-    ) -> tuple[Tensor, Fit]:
-        return fit_head(
-            affines.pop(""),
-            affines,
-            Inputs(self.batches, [final[id(batch)] for batch in self.batches]),
-            theirs,
-            self.scales,
-            self.ridge,
-            self._stored(head.weight),
-            self.ranks,
-        )
 
     def _stored(self, name: str) -> torch.dtype:
         """Return the dtype of a parameter on disk."""

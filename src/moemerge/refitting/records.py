@@ -174,32 +174,6 @@ class AsMerged:
         return None if hidden is None else real_tokens(hidden, batch, rows)
 
 
-@dataclass
-class Drift:
-    """‖h − h_source‖ / ‖h_source‖ over the tokens of every domain."""
-
-    _sums: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, domain: str, states: Tensor, wanted: Tensor) -> None:
-        own = self._sums.setdefault(domain, [0.0, 0.0])
-        own[0] += float((states.double() - wanted.double()).square().sum())
-        own[1] += float(wanted.double().square().sum())
-
-    def add_up(self, ranks: Ranks) -> None:
-        """Sum over all ranks."""
-        parts = ranks.gather(self._sums)
-        self._sums = {
-            domain: [sum(part[domain][at] for part in parts if domain in part) for at in (0, 1)]
-            for domain in self._sums
-        }
-
-    def by_domain(self) -> dict[str, float]:
-        return {
-            domain: math.sqrt(gap / size) if size > 0.0 else 0.0
-            for domain, (gap, size) in self._sums.items()
-        }
-
-
 def followed_batches(batches: Sequence[Batch]) -> list[Batch]:
     """Return the held-out batches; if there are none, the first of every domain."""
     held = [batch for batch in batches if batch.holdout]
@@ -212,15 +186,22 @@ def layer_drift(
     source: Callable[[Batch], Record],
     ranks: Ranks,
 ) -> dict[str, float]:
-    """Return the drift of one model after the last layer; {} if a rank does not know it."""
-    drift, known = Drift(), True
+    """Return ‖h − h_source‖ / ‖h_source‖ after the last layer by domain; {} if a rank lacks it."""
+    sums: dict[str, list[float]] = {}
+    known = True
     for batch in batches:
         mine, theirs = states(batch), source(batch).left
         if mine is None or theirs is None or mine.shape != theirs.shape:
             known = False
             break
-        drift.add(batch.domain, mine, theirs)
+        own = sums.setdefault(batch.domain, [0.0, 0.0])
+        own[0] += float((mine.double() - theirs.double()).square().sum())
+        own[1] += float(theirs.double().square().sum())
     if not ranks.all_agree(known):
         return {}
-    drift.add_up(ranks)
-    return drift.by_domain()
+    parts = ranks.gather(sums)
+    drift = {}
+    for domain in sums:
+        gap, size = (sum(part[domain][at] for part in parts if domain in part) for at in (0, 1))
+        drift[domain] = math.sqrt(gap / size) if size > 0.0 else 0.0
+    return drift

@@ -46,19 +46,13 @@ def family_name(architecture: Architecture) -> str:
     return architecture.model_type or "unknown"
 
 
-def all_units(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, Unit]:
-    """Return every unit of a checkpoint by its key."""
-    units = (unit for name in checkpoint.tensors for unit in architecture.units(name))
-    return {unit.key: unit for unit in units}
-
-
 def model_fingerprint(checkpoint: Checkpoint, architecture: Architecture) -> str:
     """Return a digest of a model's weights, the same in every on-disk layout.
 
     It covers every unit's key, shape and dtype, and a sample of its elements. Experts are included,
     because some fine-tunes change few of them and nothing else.
     """
-    units = all_units(checkpoint, architecture)
+    units = architecture.units_by_key
     digest = hashlib.sha256()
     for key in sorted(units):
         unit = units[key]
@@ -153,7 +147,7 @@ def check_fits(
             f"{family}",
             hint=again,
         )
-    units = all_units(checkpoint, architecture)
+    units = architecture.units_by_key
     for key, shape in shapes.items():
         if key not in units:
             raise CheckpointError(

@@ -19,7 +19,6 @@ from moemerge.config.models import ModelRef
 from moemerge.errors import TokenizerError
 from moemerge.merging.tokenizer.plan import TokenizerPlan
 from moemerge.merging.tokenizer.vocab import SPECIAL_KEYS, SPECIAL_LISTS, Vocabulary, read_json
-from moemerge.registry import did_you_mean
 from moemerge.runtime.files import read_utf8
 
 PATTERNS: Final = (
@@ -190,7 +189,6 @@ def _special_ids(
 # descriptions. Line breaks of a format are strings inside expressions; the templates' own line
 # breaks are trimmed, so that the layout here does not leak into a prompt.
 FILE: Final = "chat_template.jinja"
-MIN_LENGTH: Final = 20  # shorter text is a misspelt name rather than a template
 
 
 # <|im_start|>role\ncontent<|im_end|>\n
@@ -290,16 +288,7 @@ def resolve_chat_template(
         texts = [read_chat_template(folders[m]) for m in order]
         counts = Counter(text for text in texts if text is not None)
         return counts.most_common(1)[0][0] if counts else None
-    if setting in FORMATS:
-        return FORMATS[setting]
-    if len(setting) < MIN_LENGTH or "{" not in setting:
-        known = ("auto", *FORMATS)
-        raise TokenizerError(
-            f"chat_template: {setting!r} is neither a known name nor a Jinja template"
-            f"{did_you_mean(setting, known)}",
-            hint=f"known: {', '.join(known)}; a template is longer and has `{{`",
-        )
-    return setting
+    return FORMATS.get(setting, setting)
 
 
 def with_chat_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]:
