@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, ResourceError
-from moemerge.merging.chunked import ChunkMerger, FiniteCheck
 from moemerge.merging.coefficients import neuron_shares
+from moemerge.merging.finite import FiniteCheck
 from moemerge.merging.kept import ModelKeeper
 from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo, UnitStatistics
 from moemerge.merging.methods._sparsify import Deltas, Run
@@ -175,7 +175,6 @@ class _Runner:
         }
         self.sizes = {t.name: t.dtype.itemsize for t in plan.tensors}
         self.finite = FiniteCheck(plan, allow=settings.allow_nonfinite)
-        self.chunks = ChunkMerger(plan, settings.device, self._apply, self.finite)
 
     def run(self, block: MergeBlock, soon: MergeBlock | None = None) -> None:
         """Merge or copy one block, and prefetch `soon`, a later one."""
@@ -185,7 +184,7 @@ class _Runner:
             self._prefetch(soon)
         with (
             torch.inference_mode(),
-            self.budget.hold(self._working_bytes(block)),
+            self.budget.hold(block.working_bytes),
             self.stream.entered(),
         ):
             try:
@@ -202,20 +201,12 @@ class _Runner:
             self.writer.write(block.tensor, result, row=row)
         self.progress.advance(result.numel() * self.sizes[block.tensor])
 
-    def _working_bytes(self, block: MergeBlock) -> int:
-        """Return the memory that a block takes: of one that is merged in chunks, the result."""
-        if self.settings.device.type != "cpu" or not self.chunks.takes(block):
-            return block.working_bytes
-        return block.numel * self.dtypes[block.tensor].itemsize
-
     def _prefetch(self, block: MergeBlock) -> None:
         for source in (s for merge in block.merges for s in merge.reads):
             self.plan.models[source.model].checkpoint.prefetch(source.tensor, source.slot.rows)
 
     def _merge(self, block: MergeBlock) -> Tensor:
         out_dtype = self.dtypes[block.tensor]
-        if self.chunks.takes(block):
-            return self.chunks.merge(block, self._unit(block.merges[0]), out_dtype)
         if block.merges[0].large is not None:
             return self._merge_run(block, block.merges[0], block.merges[0].large)
         blocks = _BlockReader(self.plan, self.finite)

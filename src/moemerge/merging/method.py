@@ -130,7 +130,7 @@ class MergeMethod:
     per_model: type
     options: type
     elementwise: bool  # may run on stacks and on slices of a tensor
-    weights: WeightsFunction | None = None  # w_i; if elementwise, the method is Σ w_i θ_i
+    weights: WeightsFunction | None = None  # refuses invalid ones
     in_runs: Sparsified | None = None  # for units that are too large for memory
 
     @property
@@ -218,8 +218,7 @@ def merge_method(
 
     `models` is the minimum and maximum number of inputs, without a separate base.
     With `statistics`, each input carries its model's statistics of the unit if there are any.
-    `weights` returns each model's weight and refuses invalid ones. An `elementwise` method with
-    `weights` must be that weighted sum, because the sum is then computed without calling it.
+    `weights` returns each model's weight and refuses invalid ones.
     """
 
     if elementwise and statistics is not None:

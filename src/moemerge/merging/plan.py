@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 # Tensors that methods hold besides their inputs: result, task-vector sum, mask, magnitudes.
 TEMPORARIES = 4
-# Elementwise methods process large tensors in runs of this many elements (64 MB in float32).
-RUN_ELEMENTS = 2**24
-# Methods with `in_runs` process larger tensors in runs of about this many elements. Runs hold whole
-# chunks (`methods._arithmetic`), so that sums over a tensor are added in the same order.
-LARGE_RUN_ELEMENTS = 2**22
+# Elementwise methods process tensors in runs of about this many elements (16 MB in float32).
+RUN_ELEMENTS = 2**22
+# Methods with `in_runs` do so for larger tensors than this. Their runs hold whole chunks
+# (`methods._arithmetic`), so that sums over a tensor are added in the same order.
+LARGE_ELEMENTS = 2**24
 CHUNK_ELEMENTS = 2**18
 
 Prepare = Callable[[Sequence["Tensor"]], list["Tensor"]]
@@ -199,7 +199,7 @@ def _splits(merge: UnitMerge) -> bool:
 def _is_large(merge: UnitMerge) -> bool:
     """Return whether a method with `in_runs` merges the unit in runs."""
     shape = merge.unit.shape
-    if merge.method.in_runs is None or len(shape) < 2 or math.prod(shape) <= RUN_ELEMENTS:
+    if merge.method.in_runs is None or len(shape) < 2 or math.prod(shape) <= LARGE_ELEMENTS:
         return False
     if merge.wraps or merge.whole or merge.prepare is not None or merge.base is None:
         return False
@@ -211,7 +211,7 @@ def _is_large(merge: UnitMerge) -> bool:
 def _large_runs(info: TensorInfo, merge: UnitMerge) -> Iterator[MergeBlock]:
     columns = math.prod(info.shape[1:])
     whole = CHUNK_ELEMENTS // math.gcd(columns, CHUNK_ELEMENTS)  # rows that are whole chunks
-    step = -(-_run_rows(info, LARGE_RUN_ELEMENTS) // whole) * whole
+    step = -(-_run_rows(info, RUN_ELEMENTS) // whole) * whole
     edges = [*range(0, info.rows, step), info.rows]
     large = LargeUnit(merge, tuple(pairwise(edges)))
     yield from _runs(info, replace(merge, large=large), step)
