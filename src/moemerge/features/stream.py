@@ -269,7 +269,9 @@ class ModelStream:
             if worker.value is not None:
                 flags.append(finite(worker.value, worker.batch, worker.rows))
             if worker.at.kind == "end":
-                self._finish(worker)
+                if self._on_output is not None and worker.value is not None:
+                    self._on_output(worker.batch, worker.value)
+                worker.value = None
                 continue
             if worker.at.kind != "layer" or self._layer_inputs:
                 shared &= self._has_same_input(worker)
@@ -287,11 +289,6 @@ class ModelStream:
         self.stopwatch.add(part_of_a_layer(self._at, pause.kind), begin)
         self._at = pause.kind
         return pause, arrivals, shared
-
-    def _finish(self, worker: Worker) -> None:
-        if self._on_output is not None and worker.value is not None:
-            self._on_output(worker.batch, worker.value)
-        worker.value = None
 
     def _bring(self, layer: int) -> None:
         """Replace the layer in memory by this one, and start to read the next."""
@@ -326,11 +323,9 @@ class ModelStream:
                 for number, path in enumerate(layers)
                 if any(point.startswith(path + ".") for point in self._points)
             )
-        later = layer
-        if self.settings.prefetches:
-            later = layer + 1
-            if layer <= last:
-                self.weights.prefetch(layers[layer], self.weights.names_under(layers[layer]))
+        later = layer + 1 if self.settings.prefetches else layer
+        if self.settings.prefetches and layer <= last:
+            self.weights.prefetch(layers[layer], self.weights.names_under(layers[layer]))
         if later <= last:
             self.weights.advise(self.weights.names_under(layers[later]))
 
@@ -418,12 +413,11 @@ class ModelStream:
 
     def _shared_storages(self) -> set[int]:
         inside = () if self._layer is None else (self.anatomy.layers[self._layer],)
-        modules = [
+        return held_by(
             module
             for path, module in self.model.named_modules()
             if path.startswith(inside) or not path.startswith(self.anatomy.layers)
-        ]
-        return held_by(modules)
+        )
 
     # --- checks ---
 
