@@ -29,10 +29,9 @@ from moemerge.merging.methods._selection import (
     magnitude_cut,
 )
 from moemerge.merging.methods._task_vectors import TaskVector, task_vector
-from moemerge.runtime.lazy import np, torch
+from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
 _DIGIT_BITS = 16  # bits of a magnitude that one pass over the runs finds
@@ -335,25 +334,11 @@ class Stream:
         torch.add(self._weyl[: words.numel()], _signed(first * _WEYL + key), out=words)
         # Both halves of the key are used: with the first alone, two streams would be shifted
         # copies of one sequence.
-        if words.device.type == "cpu":
-            _finalise_numpy(_unsigned(words), _unsigned(shifted), key >> 32)
-        else:
-            finalise_torch(words, shifted, key >> 32)
+        _finalise(words, shifted, key >> 32)
 
 
-def _finalise_numpy(h: npt.NDArray[Any], shifted: npt.NDArray[Any], addend: int) -> None:
-    """Hash in numpy, which has unsigned shifts and a third of torch's overhead on small chunks."""
-    for round_, shift in enumerate(_SHIFTS):
-        np.right_shift(h, np.uint32(shift), out=shifted)
-        np.bitwise_xor(h, shifted, out=h)
-        if round_ < len(_MULTIPLIERS):
-            np.multiply(h, np.uint32(_MULTIPLIERS[round_]), out=h)
-        if round_ == 0:
-            np.add(h, np.uint32(addend), out=h)
-
-
-def finalise_torch(h: Tensor, shifted: Tensor, addend: int) -> None:
-    """Compute the same bits on any device; torch has signed shifts, so mask the sign."""
+def _finalise(h: Tensor, shifted: Tensor, addend: int) -> None:
+    """Hash in place. torch has signed shifts, so mask the sign."""
     for round_, shift in enumerate(_SHIFTS):
         torch.bitwise_right_shift(h, shift, out=shifted)
         h.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
@@ -361,10 +346,6 @@ def finalise_torch(h: Tensor, shifted: Tensor, addend: int) -> None:
             h.mul_(_signed(_MULTIPLIERS[round_]))
         if round_ == 0:
             h.add_(_signed(addend))
-
-
-def _unsigned(words: Tensor) -> npt.NDArray[Any]:
-    return words.numpy().view(np.uint32)
 
 
 def _signed(word: int) -> int:
