@@ -24,7 +24,6 @@ from typing import Any
 
 import job
 from job import Row, Subject
-from moemerge.runtime.process import init_cuda_context
 from refit import Notes
 from synthetic import Shape
 
@@ -46,7 +45,6 @@ def main() -> None:
 
 
 def calibrate(spec: dict[str, Any]) -> None:
-    init_cuda_context(spec["settings"]["device"])  # as the command does
     from moemerge.calibration.job import CalibrationRequest
     from moemerge.calibration.run import run_calibration
     from moemerge.calibration.settings import CalibrationSettings

@@ -24,7 +24,6 @@ import yaml
 
 import job
 from job import Row, Subject
-from moemerge.runtime.process import init_cuda_context
 from refit import Notes, noisy_sources
 from synthetic import Shape
 
@@ -42,7 +41,6 @@ def main() -> None:
 
 def distill(spec: dict[str, Any]) -> None:
     """Run one distillation, in its own process."""
-    init_cuda_context(spec["settings"]["device"])  # as the command does
     from moemerge.config.faults import parse_settings
     from moemerge.distilling.run import DistillRequest, run_distillation
     from moemerge.distilling.settings import DistillSettings

@@ -32,7 +32,6 @@ import torch
 import job
 import synthetic
 from job import Row, Subject
-from moemerge.runtime.process import init_cuda_context
 from moemerge.runtime.progress import Silent
 from synthetic import Shape
 
@@ -68,7 +67,6 @@ class Notes(Silent):
 
 
 def refit(spec: dict[str, Any]) -> None:
-    init_cuda_context(spec["settings"]["device"])  # as the command does
     from moemerge.config.faults import parse_settings
     from moemerge.refitting.job import RefitRequest
     from moemerge.refitting.run import run_refit

@@ -86,26 +86,6 @@ def test_threads_reuse_each_others_buffers():
     subprocess.run([sys.executable, "-c", ONE_HEAP], check=True)
 
 
-@pytest.mark.parametrize(("device", "wakes"), [
-    ("auto", True), ("cuda", True), ("cuda:1", True), ("cpu", False), ("cuda:x", False),
-])  # fmt: skip
-def test_a_gpu_is_woken_beside_other_work(device, wakes, monkeypatch):
-    """And where there is none, nothing happens: it is for others to say so."""
-    started, failed = [], []
-    start = threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda t: (started.append(t), start(t))[1])
-    monkeypatch.setattr(threading, "excepthook", failed.append)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    process.init_cuda_context(device)
-    assert len(started) == wakes
-    for thread in started:
-        thread.join()
-    assert not failed
-    monkeypatch.setenv("WORLD_SIZE", "2")  # one of several: which GPU is its own is not known yet
-    process.init_cuda_context(device)
-    assert len(started) == wakes
-
-
 def refuse_threads_after(monkeypatch, allowed):
     """As under `ulimit -u`: the system gives `allowed` more threads and no others."""
     start, given = threading.Thread.start, []

@@ -22,7 +22,6 @@ from moemerge.config.settings import OutputKeywords, OutputSettings, with_keywor
 from moemerge.errors import UsageError
 from moemerge.pruning.settings import PRUNE, PruneKeywords, PruneSettings, PruningSettings
 from moemerge.refitting.settings import REFIT
-from moemerge.runtime.process import init_cuda_context
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.ranks import alone
 
@@ -90,7 +89,6 @@ def prune(
         raise UsageError(
             "no text is given, and experts are scored on text", hint="`data={NAME: FILE.jsonl}`"
         )
-    init_cuda_context(settings.device)
     from moemerge.lockstep.request import RepairRequest
 
     progress, out = Silent() if progress is None else progress, Path(out)
@@ -148,7 +146,6 @@ def compose(
     """
     settings = settings_for(ComposeSettings, settings, keywords, "compose")
     alone("compose")
-    init_cuda_context(settings.device)
     from moemerge.composing.job import load_compose_config
     from moemerge.composing.run import run_compose
 

@@ -21,7 +21,6 @@ from moemerge.distilling.settings import DISTILLATION, DistillKeywords, DistillS
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
 from moemerge.refitting.settings import REFIT, RefitKeywords, RefitSettings
 from moemerge.runtime.devices import resolve_device
-from moemerge.runtime.process import init_cuda_context
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.ranks import SINGLE, Ranks, leads
 
@@ -143,7 +142,6 @@ def _repair_model(
     others = {name: value for name, value in keywords.items() if name != "experts"}
     output, values = output_for(OutputSettings, others, repair.verb)
     settings = settings_for(repair.settings, settings, values, repair.verb)
-    init_cuda_context(settings.device)
     from moemerge.lockstep.request import RepairRequest
 
     request = RepairRequest(

@@ -1,4 +1,4 @@
-"""Settings of this process: memory allocation, threads, and an early CUDA context."""
+"""Settings of this process: memory allocation and threads."""
 
 from __future__ import annotations
 
@@ -94,14 +94,19 @@ def disk_bytes_read() -> int | None:
         return None
 
 
+def _glibc(function: str, *arguments: int) -> bool:
+    """Call glibc, and return whether this process uses it."""
+    if sys.platform.startswith("linux"):
+        with suppress(OSError, AttributeError):  # another C library
+            getattr(ctypes.CDLL(None), function)(*arguments)
+            return True
+    return False
+
+
 def reuse_freed_memory() -> None:
     """Make glibc keep freed buffers, for the rest of the process; no effect elsewhere."""
-    if not sys.platform.startswith("linux"):
-        return
-    with suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, REUSED_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2 * REUSED_BYTES)
+    _glibc("mallopt", _M_MMAP_THRESHOLD, REUSED_BYTES)
+    _glibc("mallopt", _M_TRIM_THRESHOLD, 2 * REUSED_BYTES)
 
 
 def share_one_heap() -> bool:
@@ -110,13 +115,10 @@ def share_one_heap() -> bool:
     For many threads of which one runs at a time. If each had its own heap, each would fault in its
     own pages and keep them.
     """
-    if not is_configured() or not sys.platform.startswith("linux"):
+    if not is_configured() or not _glibc("mallopt", _M_ARENA_MAX, 1):
         return False
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-        reuse_freed_memory()
-        return True
-    return False
+    reuse_freed_memory()
+    return True
 
 
 def give_back_large_buffers() -> None:
@@ -124,18 +126,13 @@ def give_back_large_buffers() -> None:
 
     For work with a few large matrices at a time.
     """
-    if not is_configured() or not sys.platform.startswith("linux"):
-        return
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, SMALL_BYTES)
+    if is_configured():
+        _glibc("mallopt", _M_MMAP_THRESHOLD, SMALL_BYTES)
 
 
 def give_back_freed_memory() -> None:
     """Make glibc return the freed buffers that it keeps; no effect elsewhere."""
-    if not sys.platform.startswith("linux"):
-        return
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+    _glibc("malloc_trim", 0)
 
 
 def limit_kernel_cache() -> None:
@@ -198,26 +195,3 @@ def _no_thread(name: str, error: BaseException) -> ResourceError:
         f"the system starts no thread for {name} ({error})",
         hint="raise the limits on memory and processes (ulimit -v, ulimit -u)",
     )
-
-
-def init_cuda_context(device: str) -> None:
-    """Start to create the CUDA context of a device in a thread, while the caller imports modules.
-
-    The driver does not need Python's lock meanwhile. A missing device is not an error here. Under
-    torchrun nothing happens, since each process finds its device later.
-    """
-    number = device.partition(":")[2] or "0"
-    if device == "cpu" or not number.isdecimal() or "WORLD_SIZE" in os.environ:
-        return
-    thread = threading.Thread(target=_create_context, args=(int(number),), daemon=True)
-    with suppress(ResourceError):
-        start_thread(thread)
-
-
-def _create_context(number: int) -> None:
-    """Create the device's primary context, which torch uses as well."""
-    with suppress(OSError, AttributeError):  # no driver, or a very old one
-        driver = ctypes.CDLL("libcuda.so.1")
-        ordinal, context = ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(ordinal), number) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal)
