@@ -15,7 +15,12 @@ from moemerge.diagnosis.results import MODEL
 from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import UsageError
 from moemerge.features.losses import LOSS_TOKENS, NextTokenLoss
-from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
+from moemerge.features.settings import (
+    StreamSettings,
+    forward_dtype,
+    logit_batch_tokens,
+    vocabulary_size,
+)
 from moemerge.lockstep.experts import find_maps
 from moemerge.lockstep.inputs import (
     JobText,
@@ -31,18 +36,15 @@ from moemerge.lockstep.models import (
     pair_routing,
     require_calibratable,
     require_same_family,
-    vocabulary_size,
     with_routers_of,
 )
 from moemerge.lockstep.streams import Need, Side
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.ranks import Ranks, own_device
-from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches, own_share
+from moemerge.text.batches import Batch, make_batches, own_share
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files
 
-# A batch's logits, (tokens, vocabulary), are the largest tensor of a diagnosis.
-LOGITS_BYTES = 2**31
 SAME_MODELS = (
     "models are compared token by token and layer by layer: they must share an architecture"
 )
@@ -110,9 +112,8 @@ class DiagnosisJob:
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
         """This rank's share of the text."""
-        fit = LOGITS_BYTES // (vocabulary_size(self.model) * self.stream.dtype.itemsize)
-        most = min(batch_tokens(self.model, self.stream.device), DEFAULT_BATCH_TOKENS, fit)
-        batches = make_batches((*self.domains, *self.text.check), batch_tokens=max(1, most))
+        most = logit_batch_tokens(self.model, self.stream.device, self.stream.dtype)
+        batches = make_batches((*self.domains, *self.text.check), batch_tokens=most)
         return own_share(batches, self.ranks)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.opened import OpenModel, open_model
-from moemerge.architectures.roles import ROUTING_ROLES
 from moemerge.checkpoint import CheckpointPatch, check_output, require_space
 from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelLike
 from moemerge.errors import ArchitectureError, NumericalError
-from moemerge.lockstep.models import layers_among, pair_routing, require_same_family
+from moemerge.lockstep.models import (
+    layers_among,
+    pair_routing,
+    require_same_family,
+    routing_tensors,
+)
 from moemerge.report.files import CARD_NAME, CONFIG_NAME, REPORT_NAME, report_file
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.progress import Progress
@@ -36,14 +40,8 @@ class SwapReport:
     notices: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "routers_of": self.routers_of,
-            "output": self.output,
-            "layers": list(self.layers),
-            "tensors": list(self.tensors),
-            "notices": list(self.notices),
-        }
+        lists = {name: list(getattr(self, name)) for name in ("layers", "tensors", "notices")}
+        return {**asdict(self), **lists}
 
 
 def swap_routers(
@@ -133,12 +131,8 @@ def _require_routers(model: OpenModel) -> None:
 
 def _layers_with_routers(model: OpenModel) -> Sequence[int]:
     """Return the layers of the model that have a router tensor, ascending."""
-    layers = {
-        model.architecture.layer_of(name)
-        for name in model.checkpoint.tensors
-        if model.architecture.role(name) in ROUTING_ROLES
-    }
-    return sorted(n for n in layers if n is not None and n < model.architecture.num_layers)
+    layers = {model.architecture.layer_of(name) for name in routing_tensors(model).values()}
+    return sorted(layer for layer in layers if layer is not None)
 
 
 def _require_finite(tensor: Tensor, message: str) -> None:

@@ -25,12 +25,11 @@ from moemerge.distilling.student import Student, StudentOptions
 from moemerge.distilling.teachers import positions, run_teacher
 from moemerge.distilling.training import Progressed, Trainer, TrainingOptions
 from moemerge.errors import ArchitectureError, DataError, ResourceError
-from moemerge.features.settings import HEADROOM
+from moemerge.features.settings import HEADROOM, vocabulary_size
 from moemerge.features.trainable import TrainedLayout
 from moemerge.lockstep.inputs import base_notices, check_same_tokens, read_text, require_streamable
 from moemerge.lockstep.job import OpenedRepair, RepairJob, RepairRun, RepairSteps, run_repair
 from moemerge.lockstep.journal import Entry, SavedStates, mark_complete
-from moemerge.lockstep.models import vocabulary_size
 from moemerge.lockstep.output import PERMANENT, Output, RefusedResultError
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.request import RepairRequest, request_key

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import numpy as np
 
@@ -12,17 +11,14 @@ from moemerge.errors import DataError
 from moemerge.evaluation.job import EvaluationJob
 from moemerge.evaluation.text_losses import TextPerplexity, compare_losses
 from moemerge.features.losses import DocumentLosses, NextTokenLoss
-from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
+from moemerge.features.settings import StreamSettings, forward_dtype, logit_batch_tokens
 from moemerge.features.stream import ModelStream
-from moemerge.lockstep.models import vocabulary_size
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import SINGLE
-from moemerge.text.batches import DEFAULT_BATCH_TOKENS, make_batches
+from moemerge.text.batches import make_batches
 from moemerge.text.domains import Domain, TextSettings, load_domains
 from moemerge.text.tokens import load_tokenizer
-
-LOGITS_BYTES: Final = 2**31  # of one batch
 
 
 def measure_texts(
@@ -77,12 +73,11 @@ def _losses(
 ) -> NextTokenLoss:
     device = resolve_device(job.settings.device)
     dtype = forward_dtype(job.settings.dtype, model, device)
-    fitting = LOGITS_BYTES // (vocabulary_size(model) * dtype.itemsize)
-    most = min(batch_tokens(model, device), DEFAULT_BATCH_TOKENS, fitting)
+    most = logit_batch_tokens(model, device, dtype)
     losses = NextTokenLoss(SINGLE)
     with ModelStream(
         model.checkpoint,
-        make_batches(domains, batch_tokens=max(1, most)),
+        make_batches(domains, batch_tokens=most),
         StreamSettings(device, dtype),
         output="logits",
         on_output=losses.add,

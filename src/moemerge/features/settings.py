@@ -23,6 +23,7 @@ from moemerge.runtime.ranks import SINGLE, Ranks
 from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, gpu_batch_tokens
 
 CPU = torch.device("cpu")
+LOGITS_BYTES = 2**31  # of one batch
 # Long batches are no faster on a CPU, where their temporaries take the most memory.
 CPU_BATCH_TOKENS = 2048
 # Config keys of attention with an indexer that selects keys.
@@ -91,6 +92,19 @@ def batch_tokens(model: OpenModel, device: torch.device) -> int:
     tokens = gpu_batch_tokens(width, gpu_memory(device))
     # Attention scores of all pairs of tokens would take most of a long batch's memory.
     return min(tokens, DEFAULT_BATCH_TOKENS) if holds_scores(model.checkpoint) else tokens
+
+
+def vocabulary_size(model: OpenModel) -> int:
+    """Return the rows of the output head, from headers."""
+    names = model.architecture.embedding_names()
+    name = names.head or names.input
+    return model.checkpoint.tensors[name].rows if name else 1
+
+
+def logit_batch_tokens(model: OpenModel, device: torch.device, dtype: torch.dtype) -> int:
+    """Return the padded tokens of a batch whose logits are computed, the largest tensor by far."""
+    fitting = LOGITS_BYTES // (vocabulary_size(model) * dtype.itemsize)
+    return max(1, min(batch_tokens(model, device), DEFAULT_BATCH_TOKENS, fitting))
 
 
 # A batch that waits at a router holds the embeddings and the layer's input (in the model's frame),

@@ -422,10 +422,3 @@ class StoredRouters:
         overlay = {name: partial(self._tensors.__getitem__, name) for name in self._tensors}
         checkpoint = OverlaidCheckpoint(self._model.checkpoint, overlay)
         return replace(self._model, checkpoint=checkpoint)
-
-
-def vocabulary_size(model: OpenModel) -> int:
-    """Return the rows of the output head, from headers."""
-    names = model.architecture.embedding_names()
-    name = names.head or names.input
-    return model.checkpoint.tensors[name].rows if name else 1
