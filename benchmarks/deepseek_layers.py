@@ -257,6 +257,7 @@ def show(
         ended=report["ended"],
         by_part=timings["seconds"],
         beside=timings["beside"],
+        told=next((note for _, note in report["notes"] if " reads " in note), None),
         layers_done=[[at, note] for at, note in report["notes"] if "→" in note],
         bytes_read=read,
         floors={k: round(v, 2) for k, v in floors.items()},

@@ -17,6 +17,7 @@ from moemerge.calibration.job import CalibrationRequest
 from moemerge.calibration.report import holdout_notices
 from moemerge.calibration.run import run_calibration
 from moemerge.calibration.settings import CalibrationSettings
+from moemerge.checkpoint import format_size
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ConfigError
 from moemerge.runtime.progress import Silent
@@ -145,13 +146,15 @@ def test_the_base_is_recognised_by_its_folder(case_of, tmp_path, monkeypatch):
 
 def test_every_layer_is_told(case_of, tmp_path):
     notes = zoo.Notes()
-    case_of("olmoe").calibrate(tmp_path / "out", progress=notes)
-    assert len(notes.said) == 4
+    report = case_of("olmoe").calibrate(tmp_path / "out", progress=notes)
+    assert len(notes.said) == 5
     assert "no source is the base model" in notes.said[0]
+    read, need = format_size(report.bytes_read["files"]), format_size(report.memory)
+    assert notes.said[1] == f"calibration reads {read} of 1 model, and needs about {need} on cpu"
     pattern = r"layer 2: \d+ steps, residual \d\.\de-\d\d, KL \S+ → \S+, 0 s left"
     assert re.fullmatch(pattern, notes.said[-1])
     # The time of the first layer has the warm-up, so it is no estimate of the others'.
-    assert [note.endswith("s left") for note in notes.said[1:]] == [False, True, True]
+    assert [note.endswith("s left") for note in notes.said[2:]] == [False, True, True]
 
 
 def test_the_report_and_the_card(case_of, tmp_path):

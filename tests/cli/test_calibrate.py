@@ -35,8 +35,9 @@ def test_a_table_on_stdout_and_a_line_for_each_layer_on_stderr(case, tmp_path):
     assert [line.split()[0] for line in lines[2:6]] == ["0", "1", "2", "mean"]
     assert all(len(line) <= 80 for line in lines[:6])
     assert ", 3 converged" in result.stdout
-    base, *layers = result.stderr.splitlines()
+    base, start, *layers = result.stderr.splitlines()
     assert base.startswith("no source is the base model")
+    assert start.startswith("calibration reads ")
     assert [line[:7] for line in layers] == ["layer 0", "layer 1", "layer 2"]
 
 

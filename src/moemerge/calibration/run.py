@@ -18,7 +18,7 @@ from moemerge.lockstep.job import OpenedRepair, RepairRun, RepairSteps, run_repa
 from moemerge.lockstep.models import require_calibratable
 from moemerge.lockstep.output import Output
 from moemerge.lockstep.report import RepairReport
-from moemerge.lockstep.streams import Lockstep, open_lockstep, process_bytes, walk
+from moemerge.lockstep.streams import Lockstep, open_lockstep, process_bytes, start_note, walk
 from moemerge.lockstep.warm_up import RandomRouter, router_like
 from moemerge.routing import SolveSettings
 from moemerge.routing.compilation import compile_kernels
@@ -55,6 +55,7 @@ class Calibration(RepairSteps[CalibrationSettings, CalibrationJob, CalibrationRe
             progress=run.progress,
             settle=run.warm_up.wait,
         ) as lockstep:
+            run.progress.note(start_note(lockstep.streams, memory_need(job)))
             stopwatch = lockstep.stopwatch
             stopwatch.count("prepare", time.perf_counter() - run.start - job.text.seconds)
             stopwatch.count("text", job.text.seconds)

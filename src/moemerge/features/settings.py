@@ -222,23 +222,30 @@ def _scores(text: Any, batches: Sequence[Batch], itemsize: int) -> int:
 
 
 def needed(
-    estimates: Sequence[MemoryEstimate], extra: int = 0, offload: Offload | None = None
+    estimates: Sequence[MemoryEstimate],
+    extra: int = 0,
+    offload: Offload | None = None,
+    on_host: int = 0,
 ) -> tuple[int, int]:
     """Return the bytes on the device and on the host for several models at once.
 
-    `offload` replaces the models' own choice. `extra` is the job's own memory on the device.
+    `offload` replaces the models' own choice. `extra` is the job's own memory on the device,
+    `on_host` that on the host of a GPU.
     """
     if offload is not None:
         estimates = [replace(estimate, offload=offload) for estimate in estimates]
     device = sum(estimate.on_device for estimate in estimates) + extra
-    host = sum(estimate.on_host for estimate in estimates)
+    host = sum(estimate.on_host for estimate in estimates) + on_host
     return device, device if estimates[0].device.type == "cpu" else host
 
 
 def fits(
-    estimates: Sequence[MemoryEstimate], extra: int = 0, offload: Offload | None = None
+    estimates: Sequence[MemoryEstimate],
+    extra: int = 0,
+    offload: Offload | None = None,
+    on_host: int = 0,
 ) -> bool:
-    device, host = needed(estimates, extra, offload)
+    device, host = needed(estimates, extra, offload, on_host)
     return (
         device <= available_memory(estimates[0].device) * HEADROOM
         and host <= available_memory(HOST) * HEADROOM

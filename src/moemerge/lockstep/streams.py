@@ -36,11 +36,12 @@ from moemerge.features.settings import (
     needed,
 )
 from moemerge.features.spill import Offload
+from moemerge.features.stream import ModelStream
 from moemerge.lockstep.journal import Entry
 from moemerge.lockstep.models import PairedRouter
 from moemerge.lockstep.output import Output
 from moemerge.runtime.devices import available_memory
-from moemerge.runtime.progress import Progress
+from moemerge.runtime.progress import Progress, counted
 from moemerge.runtime.ranks import Ranks
 from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch
@@ -147,11 +148,12 @@ class Lockstep:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a job needs on the device besides its streams, and advice if they do not fit."""
+    """Bytes that a job needs besides its streams, and advice if they do not fit."""
 
     job: str  # "calibration"
-    extra: int
+    extra: int  # on the device
     hints: Sequence[str]  # what would make it fit, the mildest first
+    on_host: int = 0  # of a GPU
 
 
 class Streams(Protocol):
@@ -191,9 +193,9 @@ def open_streams(
         streams = build(choice)
         try:
             needs = need(streams)
-            if not fits(streams.memory, needs.extra):
+            if not fits(streams.memory, needs.extra, on_host=needs.on_host):
                 settle()
-            if fits(streams.memory, needs.extra):
+            if fits(streams.memory, needs.extra, on_host=needs.on_host):
                 disk = sum(estimate.on_disk for estimate in streams.memory)
                 if disk:
                     require_space(Path(tempfile.gettempdir()), disk)
@@ -211,7 +213,7 @@ def open_streams(
 def _shortage(memory: Sequence[MemoryEstimate], need: Need) -> ResourceError:
     """Return the error for streams that do not fit, with advice."""
     lead = memory[0]
-    device, host = needed(memory, need.extra)
+    device, host = needed(memory, need.extra, on_host=need.on_host)
     usable = int(available_memory(lead.device) * HEADROOM)
     others = f" and {len(memory) - 1} others with it" if len(memory) > 1 else ""
     hints = [] if lead.offload == "disk" else ['`offload="disk"` offloads activations to disk']
@@ -220,6 +222,21 @@ def _shortage(memory: Sequence[MemoryEstimate], need: Need) -> ResourceError:
         f"host memory; {format_size(usable)} are usable on {lead.device}. {lead.describe()}"
         f"{others}; {format_size(need.extra)} for the work on the features",
         hint="; ".join([*hints, *need.hints]),
+    )
+
+
+def start_note(streams: Sequence[ModelStream], need: Need) -> str:
+    """State what a job is about to read, and the memory that it needs."""
+    read = sum(stream.stored_bytes for stream in streams)
+    memory = [stream.memory for stream in streams]
+    device = process_bytes(memory, need.extra)
+    _, host = needed(memory, need.extra, on_host=need.on_host)
+    where = memory[0].device
+    also = "" if where.type == "cpu" else f", {format_size(host)} of host memory"
+    models = counted(len(streams), "model")
+    return (
+        f"{need.job} reads {format_size(read)} of {models}, and needs about "
+        f"{format_size(device)} on {where}{also}"
     )
 
 

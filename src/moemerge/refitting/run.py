@@ -21,7 +21,7 @@ from moemerge.lockstep.job import OpenedRepair, RepairRun, RepairSteps, run_repa
 from moemerge.lockstep.journal import Entry
 from moemerge.lockstep.output import RefusedResultError
 from moemerge.lockstep.report import RepairReport
-from moemerge.lockstep.streams import Need, open_streams, process_bytes
+from moemerge.lockstep.streams import Need, open_streams, process_bytes, start_note
 from moemerge.lockstep.warm_up import RandomRouter, router_like
 from moemerge.refitting.experts import sample_size
 from moemerge.refitting.gradient import HEAD_VALUES, Training
@@ -103,6 +103,8 @@ class RefitRun:
             self.warm_up.wait,
         ) as streams:
             require_same_shapes(streams, job.sources, job.experts)
+            models = [runner.stream for runner in streams.runners]
+            self.progress.note(start_note(models, memory_need(job, streams)))
             plan, units = self._plan(streams)
             output.begin(
                 job.key, planned_names(plan, units), replace=job.request.replaces_unfinished
@@ -271,7 +273,10 @@ def memory_need(job: RefitJob, streams: RefitStreams) -> Need:
     if streams.offload == "device" and not any(batch.padded for batch in job.batches):
         shared += sum(memory.features for memory in models)  # read without a copy
     extra = (training_bytes if job.by_gradient else refit_bytes)(job, streams) - shared
-    return Need("refitting", extra, ["lower `max_tokens` or `max_length`"])
+    # The journal stores a layer while the next one is copied from the device.
+    copies = (2 if job.request.write else 1) if job.ranks.leads else 0
+    layer = max(memory.layer for memory in models)
+    return Need("refitting", extra, ["lower `max_tokens` or `max_length`"], copies * layer)
 
 
 # Hidden states per token that are kept of a layer. Of its source: the outputs of two norms and of
