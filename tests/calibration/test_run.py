@@ -311,24 +311,6 @@ def test_the_advice_to_add_the_base_can_be_followed(with_tokenizers, tmp_path):
     assert report.calibration.notices == ()
 
 
-def test_run_is_merge_then_calibrate(with_tokenizers, tmp_path):
-    case = with_tokenizers
-    report = moemerge.run(calibrated_config(case), tmp_path / "out" / "model")
-    moemerge.merge(run_config(case), tmp_path / "merged")
-    stepwise = moemerge.calibrate(
-        tmp_path / "merged", tmp_path / "stepwise", sources=case.sources, data=case.data, alpha=0.7
-    )
-    assert report.calibration is not None
-    assert cases.weights(tmp_path / "out" / "model") == cases.weights(tmp_path / "stepwise")
-    assert report.calibration.totals == stepwise.totals
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model"]
-    for folder in (tmp_path / "out" / "model", tmp_path / "stepwise"):
-        written = json.loads((folder / "moemerge_report.json").read_text())
-        assert written["merge"]["method"] == "linear"
-        assert len(written["calibration"]["layers"]) == 3
-        assert "2 models merged with `linear`" in (folder / "README.md").read_text()
-
-
 class Interrupting(zoo.Notes):
     def note(self, message):
         if message.startswith("layer 1:"):

@@ -76,13 +76,6 @@ def test_a_source_against_itself_is_at_zero_in_its_domain(found):
         found.total("chat")
 
 
-def test_rows_are_flat(found):
-    rows = found.rows()
-    assert len(rows) == len(found.layers)
-    assert all(isinstance(v, int | float | str) for row in rows for v in row.values())
-    assert rows[0]["kl"] == found.layers[0].kl
-
-
 def test_a_data_frame_needs_pandas(found, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
     assert found.to_dataframe() == found.rows()
@@ -130,11 +123,3 @@ def test_everything_is_read_once(case_of, monkeypatch):
         times = {name: n for (path, name, _), n in read.items() if path == folder}
         assert set(times.values()) == {1}
         assert times.keys() == zoo.tensors(folder).keys()
-
-
-def test_parked_activations_change_nothing(case_of):
-    case = case_of("olmoe")
-    given = {"sources": case.sources, "data": case.data}
-    near, far = (moemerge.diagnose(case.merged, **given, offload=o) for o in ("device", "disk"))
-    assert near.layers == far.layers
-    assert near.totals == far.totals

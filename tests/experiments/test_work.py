@@ -44,10 +44,6 @@ def test_order_results_and_failures():
     assert freed.index("a") > freed.index("b")  # one that was given up needed it, too
 
 
-def test_nothing_to_do():
-    assert list(run_work([], Workers(1))) == []
-
-
 def test_the_more_urgent_goes_first():
     items = [WorkItem(name, operator.neg, (1,), rank=(n,)) for n, name in enumerate("cab")]
     items.append(WorkItem("first of all", operator.neg, (1,), rank=(-1,)))

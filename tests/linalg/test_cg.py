@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moemerge.errors import NumericalError
-from moemerge.linalg import Diagonal, Identity, LinearOperator, Resting, Status, cg
+from moemerge.linalg import Diagonal, LinearOperator, Resting, Status, cg
 from moemerge.linalg.cg import COARSE_STEPS, Ending
 
 SHAPE = (5, 8)
@@ -82,13 +82,6 @@ def test_start_at_the_solution_takes_no_step():
     result = cg(operator, b, start=start)
     assert (result.status, result.steps, operator.uses) == (Status.CONVERGED, 0, 1)
     assert torch.equal(result.solution, start)
-
-
-def test_the_start_is_not_written_to():
-    start = vector(5)
-    kept = start.clone()
-    cg(Dense(spd(10.0)), vector(), start=start)
-    assert torch.equal(start, kept)
 
 
 def test_a_coarse_operator_is_refined_to_the_true_residual():
@@ -247,20 +240,6 @@ def test_an_unfinished_solve_is_kept_by_its_energy():
     assert kept.true_residual == pytest.approx(true_residual(matrix, kept.solution, b))
     assert left.true_residual <= 1.0 < kept.true_residual
     assert energy(kept.solution) < energy(left.solution) <= 0.0
-
-
-CPU = torch.device("cpu")
-
-
-def test_identity_is_the_identity_matrix():
-    operator = Identity((2, 3), CPU)
-    assert torch.equal(operator.as_matrix(), torch.eye(6, dtype=torch.float64))
-    assert torch.equal(operator.diagonal(), torch.ones(2, 3, dtype=torch.float64))
-
-
-def test_diagonal_matrix_is_row_major():
-    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    assert torch.equal(Diagonal(values).as_matrix(), torch.diag(torch.arange(1.0, 7.0)).double())
 
 
 def test_diagonal_inverse_leaves_empty_entries_alone():

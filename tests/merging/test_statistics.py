@@ -355,15 +355,11 @@ def test_the_wrong_kind_is_refused(pair, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_statistics_of_another_model_are_refused(pair, zoo_folder, tmp_path):
-    models = dict(pair("olmoe"))
-    settings = config("regmean", models)
+def test_statistics_of_another_model_are_refused(pair):
+    settings = config("regmean", dict(pair("olmoe")))
     files = settings["statistics"]
     with pytest.raises(CheckpointError, match="same shapes but other weights"):
         moemerge.validate({**settings, "statistics": {**files, "math": files["code"]}})
-    qwen = gather(zoo_folder("qwen3_moe"), tmp_path / "qwen.stats")
-    with pytest.raises(CheckpointError, match="of the family qwen3_moe"):
-        moemerge.validate({**settings, "statistics": {**files, "math": str(qwen.file)}})
 
 
 def test_damaged_files_are_refused(pair, tmp_path):

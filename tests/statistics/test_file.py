@@ -132,6 +132,13 @@ def test_what_a_killed_run_left_is_removed(olmoe, tmp_path):
     assert mine.exists()  # of a process that still runs
 
 
+def test_a_disk_that_takes_a_part_of_the_header_gets_the_rest(olmoe, tmp_path, monkeypatch):
+    whole = write(olmoe, tmp_path / "whole").read_bytes()
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:1000], at))
+    assert write(olmoe, tmp_path / "parts").read_bytes() == whole
+
+
 def test_a_value_of_another_shape_is_refused(olmoe, tmp_path):
     with StatisticsWriter(
         tmp_path / "a.stats", kind="fisher", provenance=provenance(olmoe), keys=[Q]
@@ -185,6 +192,16 @@ def refused(path, folder):
     with Statistics.open(path) as found, pytest.raises(CheckpointError) as error:
         found.check_fits("math", checkpoint, architecture)
     return str(error.value)
+
+
+def test_statistics_of_another_model_are_refused(olmoe, tmp_path):
+    path = write(olmoe, tmp_path / "a.stats")
+    other = zoo.perturb(olmoe, tmp_path / "other", seed=1)
+    assert "same shapes but other weights" in refused(path, other)
+    wide = zoo.build("olmoe", tmp_path / "wide", hidden_size=64)
+    assert "in 'math'" in refused(path, wide)
+    family = zoo.build("mixtral", tmp_path / "family")
+    assert "of the family olmoe" in refused(path, family)
 
 
 def test_statistics_of_another_tokenizer_are_refused(olmoe, tmp_path):

@@ -165,12 +165,6 @@ def test_longest_first_and_a_long_row_alone():
     assert [batch.places for batch in batches] == [(1,), (3, 2, 0)]
 
 
-def test_same_input_same_batches():
-    for _ in range(2):
-        batches = make_batches([domain("math", [5, 5, 5, 3, 5])], batch_tokens=10)
-        assert [batch.places for batch in batches] == [(0, 1), (2, 4), (3,)]
-
-
 def test_refusals():
     with pytest.raises(UsageError, match="batch_tokens is 0"):
         make_batches([domain("math", [1])], batch_tokens=0)

@@ -144,12 +144,6 @@ def test_impossible_probabilities_are_refused(density, epsilon):
         DellaParams(weight=1.0, density=density, epsilon=epsilon)
 
 
-def test_probabilities_up_to_the_ends_are_allowed():
-    DellaParams(weight=1.0, density=0.85, epsilon=0.15)
-    DellaParams(weight=1.0, density=0.15, epsilon=0.15)
-    DellaParams(weight=1.0, density=1.0, epsilon=0.15)
-
-
 def test_at_full_density_signs_are_elected_or_models_summed(merge):
     p = [{"weight": 1.0}, {"weight": 2.0}]
     tensors = [[3.0, 1.0], [-1.0, 1.0]]
