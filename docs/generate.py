@@ -126,14 +126,6 @@ REPAIRS = (
     "refit, then distillation",
 )
 SHOWN_MERGES = ("Weight averaging", "TIES", "WUDI")
-SETUP = {
-    "base, tokens of training": "base_tokens",
-    "each specialist, tokens of training": "specialist_tokens",
-    "learning rate": "learning_rate",
-    "distance the routers moved": "routers_moved",
-    "expert choices that differ from the specialists'": "mismatch",
-    "calibration text": "calibration_text",
-}
 
 
 def closed(run: str, repair: str) -> dict[str, int]:
@@ -144,12 +136,6 @@ def closed(run: str, repair: str) -> dict[str, int]:
         for merge, found in merges.items()
         if repair in found["repairs"]
     }
-
-
-def natural_setup() -> str:
-    runs = recorded("natural-text")["runs"]
-    rows = [(label, *(str(run[key]) for run in runs.values())) for label, key in SETUP.items()]
-    return markdown(("", *(f"{name}: {run['title']}" for name, run in runs.items())), rows, left=3)
 
 
 def natural_text() -> str:
@@ -177,6 +163,7 @@ def distilled_testbed() -> str:
 
 
 # Sets of `evidence natural`, one for each seed, and the regime and merge of each column.
+BY_PACKAGE = ':group="package"'
 UNSEEN_SETS = ("s0", "s1", "s2")
 UNSEEN_MERGES = {
     "average, mild": ("mild", "linear"),
@@ -316,6 +303,38 @@ def natural_seeds() -> str:
     return markdown(("repair", *UNSEEN_MERGES), rows)
 
 
+# Rows of text of each domain, and repairs of the Qwen3-MoE set.
+QWEN3_REPAIRS = {
+    "HARC, 280 rows": "harc:limit=280",
+    "refit, 280 rows": f"refit{BY_PACKAGE}:limit=280",
+    "refit, 1,200 rows": f"refit{BY_PACKAGE}",
+    "gradient refit, 280 rows": f"gradient{BY_PACKAGE}:limit=280",
+    "gradient refit, 600 rows": f"gradient{BY_PACKAGE}:limit=600",
+    "distill with the base, 280 rows": f"distill-base{BY_PACKAGE}:limit=280",
+    "refit, then distill with the base, 280 rows": (
+        f"refit{BY_PACKAGE}:limit=280+distill-base{BY_PACKAGE}:limit=280"
+    ),
+    "the same, 1,200 rows": f"refit{BY_PACKAGE}+distill-base{BY_PACKAGE}",
+}
+
+
+def natural_qwen3() -> str:
+    """Return the gap closed in the Qwen3-MoE set, its error, and the change on general text."""
+    rows = []
+    for title, repair in QWEN3_REPAIRS.items():
+        cells = []
+        for regime in ("mild", "strong"):
+            measured = unseen("q0", regime)
+            row = measured.get(f"linear+{repair}")
+            cell = ""
+            if row is not None:
+                change = row.untouched["general"] - measured["linear"].untouched["general"]
+                cell = f"{100 * row.closed:.0f} ± {100 * row.error:.0f} % ({change:+.2f})"
+            cells.append(cell.replace("-0 ", "0 ").replace("-", "−"))
+        rows.append((title, *cells))
+    return markdown(("repair", "average, mild", "average, strong"), rows)
+
+
 def pruned_repairs() -> str:
     """Return the accuracy of specialists pruned by `reap`, before and after each repair."""
     record = recorded("prune")
@@ -328,7 +347,7 @@ def pruned_repairs() -> str:
     def cell(*key: object) -> str:
         return f"{100 * solved[key] / record['problems']:.1f}" if key in solved else ""
 
-    repairs = {"pruned": "none", "calibrate": "calibrate", "refit": "refit"}
+    repairs = {"pruned": "none", "refit": "refit"}
     columns = [(domain, title) for domain in ("math", "code") for title in repairs]
     counts = sorted({row["kept"] for row in record["measured"]}, reverse=True)
     rows = [
@@ -340,14 +359,62 @@ def pruned_repairs() -> str:
 
 
 PRUNED = {
-    "pruned by `reap`": ("reap", "none"),
-    "by `similarity`": ("similarity", "none"),
+    "pruned": ("reap", "none"),
     "refit": ("reap", "refit"),
     "refit by gradient steps": ("reap", "gradient"),
-    "refit, with rows of the other domain": ("reap", "refit, general"),
-    "fine-tuned, 3e-4": ("reap", "tune 0.0003"),
-    "fine-tuned, 1e-3": ("reap", "tune 0.001"),
+    "fine-tuned": ("reap", "tune 0.0003"),
 }
+PRUNED_SEEDS = {
+    "original": "specialists(math,code)",
+    "pruned": "",
+    "`calibrate`": "calibrated",
+    "routers distilled": "routers distilled",
+    "fine-tuned, best of four": "tuned",
+    "`refit`": "refitted",
+    "`refit`, with 64 rows of chat": "refitted, chat",
+}
+
+
+def pruned_seeds() -> str:
+    """Return the mean accuracy of specialists without a third of their experts, by repair."""
+    cells: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+    with lzma.open(DATA / "prune-seeds.jsonl.xz", "rt", encoding="utf-8") as lines:
+        for line in map(json.loads, lines):
+            key = line["set"]
+            at = (key["arch"], key["regime"], line["cell"])
+            cells.setdefault(at, {})[key["seed"]] = line
+    columns = {
+        f"{title}, {regime}": (arch, regime)
+        for arch, title in (("olmoe", "OLMoE"), ("qwen3_moe", "Qwen3-MoE"))
+        for regime in ("soft", "plain")
+    }
+
+    def solved(line: dict[str, Any], part: str) -> float:
+        return 100 * statistics.fmean(one["accuracy"] for one in line[part].values())
+
+    def name(repair: str) -> str:
+        start = PRUNED_SEEDS["original"]
+        return repair if repair == start else f"{start} pruned[keep=0.667] {repair}".strip()
+
+    rows = []
+    for title, repair in PRUNED_SEEDS.items():
+        texts = []
+        for at in columns.values():
+            found = list(cells[*at, name(repair)].values())
+            text = f"{statistics.fmean(solved(line, 'domains') for line in found):.1f}"
+            if "untouched" in found[0]:
+                chat = statistics.fmean(solved(line, "untouched") for line in found)
+                text += f" ({chat:.0f})"
+            texts.append(text)
+        rows.append((title, *texts))
+    gains = []
+    for at in columns.values():
+        refit, tuned = (cells[*at, name(repair)] for repair in ("refitted", "tuned"))
+        pairs = [(solved(tuned[s], "domains"), solved(refit[s], "domains")) for s in tuned]
+        test = paired_t(*zip(*pairs, strict=True))
+        gains.append(f"{test.difference.value:+.1f} ({test.wins} of {len(pairs)})")
+    rows.append(("`refit` against fine-tuning (seeds won)", *gains))
+    return markdown(("", *columns), rows)
 
 
 def pruned_compared() -> str:
@@ -499,39 +566,6 @@ def refit_summary() -> str:
             columns += [mean, chat]
         rows.append((label, *columns))
     return markdown(("weight average of two", "soft: mean", "chat", "plain: mean", "chat"), rows)
-
-
-def refit_rows() -> str:
-    lines = tables.sweep_table(CELLS, "text").splitlines()[2:]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return markdown(
-        ("text of each domain", "soft: mean", "plain: mean"),
-        [(row[0], row[1], row[4]) for row in rows],
-    )
-
-
-SETTINGS = {
-    "curvature": ("identity", "diagonal", "full"),
-    "damping": ("α = 0.5", "α = 0.9", "α = 0.99"),
-    "text-kind": (
-        "the source's correct answers",
-        "ground truth",
-        "prompts only",
-        "unrelated text",
-    ),
-    "text-amount": ("WUDI, 10%", "WUDI, 40%", "WUDI, 100%"),
-    "last-layers": ("last 1", "last 3", "all 6"),
-}
-
-
-def settings() -> str:
-    rows = []
-    for name, labels in SETTINGS.items():
-        table = recorded("evidence-recorded")[name]
-        values = {row[0]: row[1].partition(" ±")[0] for row in table["rows"]}
-        shown = "; ".join(f"{label.removeprefix('WUDI, ')} {values[label]}" for label in labels)
-        rows.append((table["title"], shown))
-    return markdown(("what varies", "accuracy, percent (the merge alone: 50.5)"), rows, left=2)
 
 
 # --- choosing -------------------------------------------------------------------------------------
@@ -852,8 +886,8 @@ def file_of_benchmarks() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "results": results,
-    "natural-setup": natural_setup,
     "natural-text": natural_text,
+    "natural-qwen3": natural_qwen3,
     "natural-seeds": natural_seeds,
     "swapped": swapped,
     "predicted": predicted,
@@ -861,10 +895,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "paired-summary": paired_summary,
     "method-summary": method_summary,
     "refit-summary": refit_summary,
-    "refit-rows": refit_rows,
-    "settings": settings,
     "choices": choices,
     "method-times": method_times,
+    "prune-seeds": pruned_seeds,
     "prune": pruned_repairs,
     "prune-compared": pruned_compared,
     "distill-testbed": distilled_testbed,
