@@ -134,12 +134,6 @@ class ModelStream:
         """Where each parameter is stored."""
         return self.weights.names
 
-    @property
-    def stored_bytes(self) -> int:
-        """Return the size on disk of all weights, which a run reads once."""
-        stored = {name for recipe in self.names.recipes.values() for _, name in recipe.sources}
-        return sum(self.checkpoint.tensors[name].stored_bytes for name in stored)
-
     @cached_property
     def input_hooks(self) -> InputHooks:
         """The modules of every layer whose inputs can be read."""

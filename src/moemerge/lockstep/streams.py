@@ -227,7 +227,10 @@ def _shortage(memory: Sequence[MemoryEstimate], need: Need) -> ResourceError:
 
 def start_note(streams: Sequence[ModelStream], need: Need) -> str:
     """State what a job is about to read, and the memory that it needs."""
-    read = sum(stream.stored_bytes for stream in streams)
+    read = 0
+    for stream in streams:
+        names = {name for recipe in stream.names.recipes.values() for _, name in recipe.sources}
+        read += sum(stream.checkpoint.tensors[name].stored_bytes for name in names)
     memory = [stream.memory for stream in streams]
     device = process_bytes(memory, need.extra)
     _, host = needed(memory, need.extra, on_host=need.on_host)
