@@ -283,9 +283,9 @@ def progress(*, quiet: bool) -> Iterator[Bar]:
 GOES_ON = "the same command continues with the finished work"
 
 
-def waiting(path: Path, words: str) -> Callable[[], str | None]:
+def waiting(path: Path) -> Callable[[], str | None]:
     """Return a callback for `interruptible`: the message if `path` exists and can be resumed."""
-    return lambda: words if os.path.exists(path) else None
+    return lambda: GOES_ON if os.path.exists(path) else None
 
 
 @contextmanager

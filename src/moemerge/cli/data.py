@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemerge.cli.console import GOES_ON, interruptible, waiting
+from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import ModelArgument, Overwrite, Reporting, add_verb
 from moemerge.data.settings import DataSettings
 from moemerge.runtime.journals import completions_path
@@ -60,7 +60,7 @@ def data(
     """Generate calibration text: sample answers of MODEL, verify them, keep the correct ones."""
     from moemerge import api
 
-    left = waiting(completions_path(out_file), GOES_ON)
+    left = waiting(completions_path(out_file))
     with interruptible(left), reporting.progress() as bar:
         report = api.make_data(
             model,

@@ -8,7 +8,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from moemerge.cli.console import GOES_ON, interruptible, waiting
+from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import Reporting, add_verb
 from moemerge.cli.render import NumberTable, facts
 from moemerge.evaluation.settings import EvaluationOutputSettings, EvaluationSettings
@@ -63,7 +63,7 @@ def evaluate(
     """Evaluate models on benchmarks and test whether their scores differ."""
     from moemerge import api
 
-    left = waiting(output.out / "completions", GOES_ON)
+    left = waiting(output.out / "completions")
     with interruptible(left), reporting.progress() as bar:
         report = api.evaluate(
             models or (),

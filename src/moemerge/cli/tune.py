@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemerge.cli.console import GOES_ON, interruptible, waiting
+from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import ModelArgument, Out, Reporting, add_verb, given
 from moemerge.runtime.journals import saved_path
 from moemerge.runtime.progress import counted
@@ -49,7 +49,7 @@ def tune(
     """Fine-tune MODEL on the answers of rows, by trl, and write it to OUT in its own layout."""
     from moemerge import api
 
-    left = waiting(saved_path(out_folder), GOES_ON)
+    left = waiting(saved_path(out_folder))
     with interruptible(left), reporting.progress() as bar:
         report = api.tune(
             model,

@@ -48,7 +48,7 @@ from moemerge.config.resolve import (
     with_models,
 )
 from moemerge.config.schema import REPAIRS, RunConfig, WrapEntry, kept_faults
-from moemerge.config.yaml_lines import Document, FaultReporter, read_document
+from moemerge.config.yaml_lines import FaultReporter, read_document
 from moemerge.data.settings import files_of
 from moemerge.registry import did_you_mean
 
@@ -161,23 +161,21 @@ def check_document(
     coefficients: bool = True,
 ) -> LoadedConfig:
     """Check a config that has been read."""
-    document = reporter.document
-    check = _Check(document, schemas, wrappers or {}, reporter, read_files=coefficients)
-    return check.run()
+    return _Check(reporter, schemas, wrappers or {}, read_files=coefficients).run()
 
 
 @dataclass
 class _Check:
-    document: Document
+    reporter: FaultReporter
     schemas: Mapping[str, MethodSchema]
     wrappers: Mapping[str, WrapperSchema]
-    reporter: FaultReporter
     read_files: bool = True
     faults: list[Fault] = field(default_factory=list)
 
     def run(self) -> LoadedConfig:
-        self.faults.extend(self.document.faults)
-        work = WorkingCopy(self.document.data)
+        document = self.reporter.document
+        self.faults.extend(document.faults)
+        work = WorkingCopy(document.data)
         config = validate(RunConfig, work, self._note_structure, fill={"merge_method": _NO_METHOD})
         if config is not None:
             later = self._check(config, work)

@@ -20,8 +20,8 @@ from moemerge.checkpoint import CheckpointWriter, TensorInfo, check_output, requ
 from moemerge.config.models import ModelLike
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.exporting.settings import ExpertLayoutName
-from moemerge.exporting.targets import StoredUnits, loaded_architecture
-from moemerge.features.loading import map_stored
+from moemerge.exporting.targets import StoredUnits
+from moemerge.features.loading import loaded_architecture, map_stored
 from moemerge.lockstep.output_files import earlier_report
 from moemerge.report.files import CARD_NAME, CONFIG_NAME, REPORT_NAME, report_file
 from moemerge.runtime.progress import Progress, counted, first_few
@@ -122,7 +122,7 @@ def _require_convertible(model: OpenModel) -> None:
 
 def _plan(model: OpenModel, layout: ExpertLayoutName) -> tuple[list[_Output], list[str]]:
     """Return the tensors of the output. Refuse a layout that transformers would not load."""
-    skeleton, loaded = loaded_architecture(model)
+    skeleton, loaded = loaded_architecture(model.checkpoint)
     stored, tensors = StoredUnits(model), model.checkpoint.tensors
     before = map_stored(skeleton, tensors, model.label)
     unused = sorted(before.unused)

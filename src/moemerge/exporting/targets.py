@@ -11,15 +11,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import Role, Unit
-from moemerge.checkpoint import TensorInfo
 from moemerge.checkpoint.adapter import MISTAKEN, PREFIX
 from moemerge.checkpoint.lora import TRANSPOSED_STACKS
 from moemerge.errors import CheckpointError
 from moemerge.exporting.settings import LoraLayout
-from moemerge.features.loading import build_skeleton
+from moemerge.features.loading import loaded_architecture
 
 # Versions that read the expert stacks in this way; other readers decide by them.
 _VERSIONS: Final[Mapping[LoraLayout, str]] = {
@@ -108,7 +106,7 @@ def _modules(base: OpenModel) -> list[Target]:
 
 def _loaded(base: OpenModel, layout: LoraLayout) -> list[Target]:
     """Return the parameters of transformers' model; stacks of experts stay stacks."""
-    skeleton, architecture = loaded_architecture(base)
+    skeleton, architecture = loaded_architecture(base.checkpoint)
     parameters = {name for name, _ in skeleton.named_parameters()}
     tied = {n for n, _ in skeleton.named_parameters(remove_duplicate=False)} - parameters
     in_out = layout == "in-out" or architecture.model_type in TRANSPOSED_STACKS
@@ -243,16 +241,6 @@ class StoredUnits:
             part = block if rows is None else block[rows[0] - start : rows[1] - start]
             unit.slot.take(part).copy_(self.read(unit))
         return block
-
-
-def loaded_architecture(model: OpenModel) -> tuple[Any, Architecture]:
-    """Return the model as transformers builds it, without weights, and its structure."""
-    skeleton = build_skeleton(model.checkpoint, torch.float32)
-    infos = {
-        name: TensorInfo.of(name, value.dtype, tuple(value.shape))
-        for name, value in skeleton.state_dict().items()
-    }
-    return skeleton, Architecture.of(model.checkpoint.config, infos)
 
 
 # --- truncated singular value decompositions ------------------------------------------------------

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
+from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.config_check import check_config
 from moemerge.architectures.rules import CONFIG_HINT
 from moemerge.checkpoint.reader import Checkpoint
+from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import ArchitectureError, CheckpointError, library_errors
 from moemerge.features.compat import (
     Concatenate,
@@ -61,6 +63,16 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMode
     model.requires_grad_(False)
     model.train(False)
     return model
+
+
+def loaded_architecture(checkpoint: Checkpoint) -> tuple[PreTrainedModel, Architecture]:
+    """Return the model as transformers builds it, without weights, and its structure."""
+    skeleton = build_skeleton(checkpoint, torch.float32)
+    infos = {
+        name: TensorInfo.of(name, value.dtype, tuple(value.shape))
+        for name, value in skeleton.state_dict().items()
+    }
+    return skeleton, Architecture.of(checkpoint.config, infos)
 
 
 def _model_config(checkpoint: Checkpoint) -> Any:

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import Role, Unit
-from moemerge.checkpoint import TensorInfo
 from moemerge.errors import ArchitectureError, NumericalError
-from moemerge.features.loading import build_skeleton
+from moemerge.features.loading import build_skeleton, loaded_architecture
 from moemerge.features.routers import anatomy
 from moemerge.features.weights import Weights
 
@@ -63,10 +61,7 @@ class TrainedLayout:
         layers: Collection[int] | None = None,
     ) -> None:
         self._opened = opened
-        skeleton = build_skeleton(opened.checkpoint, torch.float32)
-        state = skeleton.state_dict()
-        infos = {n: TensorInfo.of(n, t.dtype, tuple(t.shape)) for n, t in state.items()}
-        self.in_memory = Architecture.of(opened.checkpoint.config, infos)
+        skeleton, self.in_memory = loaded_architecture(opened.checkpoint)
         wanted = frozenset(Role) - UNTRAINED if only is None else PART_ROLES[only]
         if adapted:
             wanted &= ADAPTED
