@@ -30,7 +30,6 @@ from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.files import read_object
-from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,23 +147,12 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return self.file_of(name).read(name, rows)
 
     def has_elements(self, name: str) -> bool:
-        """Return whether `read_elements` can read the tensor, because it is stored row by row."""
-        info = self.tensors.get(name)
-        if isinstance(info, QuantisedInfo):
-            return not info.stacked
-        return isinstance(self.file_of(name), SafetensorsFile)
+        """Return whether `read_elements` can read the tensor, because it is stored as it reads."""
+        quantised = isinstance(self.tensors.get(name), QuantisedInfo)
+        return not quantised and isinstance(self.file_of(name), SafetensorsFile)
 
     def read_elements(self, name: str, start: int, out: memoryview) -> None:
-        """Fill the bytes `out` with the tensor's dequantised elements from `start` on."""
-        info = self.tensors.get(name)
-        if isinstance(info, QuantisedInfo):
-            # Read the rows that contain the elements; the excess is less than two rows.
-            flat = torch.frombuffer(out, dtype=info.dtype.torch)
-            columns = info.shape[1]
-            first, last = start // columns, -(-(start + len(flat)) // columns)
-            begin = start - first * columns
-            flat.copy_(self.read(name, (first, last)).view(-1)[begin : begin + len(flat)])
-            return
+        """Fill the bytes `out` with the tensor's elements from `start` on."""
         file = self.file_of(name)
         assert isinstance(file, SafetensorsFile)
         file.read_elements(name, start, out)

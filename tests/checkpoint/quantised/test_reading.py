@@ -331,18 +331,6 @@ def test_stacks_of_blocks(tmp_path):
     assert torch.equal(checkpoint["m.experts.down_proj"], expected)
 
 
-def test_elements_in_a_row(tmp_path):
-    """A run of elements begins and ends anywhere."""
-    tensor = torch.randn(9, 24, generator=torch.Generator().manual_seed(8))
-    checkpoint = single(tmp_path, qz.fp8_config(4, 8), qz.block_fp8(4, 8)("a.weight", tensor))
-    flat = checkpoint["a.weight"].view(-1)
-    assert checkpoint.has_elements("a.weight")
-    for start, length in [(0, 216), (5, 100), (47, 2), (215, 1)]:
-        out = torch.empty(length, dtype=torch.bfloat16)
-        checkpoint.read_elements("a.weight", start, memoryview(out.view(torch.uint8).numpy()))
-        assert torch.equal(out, flat[start : start + length])
-
-
 @pytest.mark.parametrize(("stated", "dtype"), [("float16", torch.float16), (None, torch.bfloat16)])
 def test_read_in_the_dtype_that_the_config_states(tmp_path, stated, dtype):
     parts = qz.block_fp8(4, 8)("a.weight", torch.randn(8, 8))
