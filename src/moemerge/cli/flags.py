@@ -85,10 +85,6 @@ Page = Annotated[
     typer.Option("--report", metavar="FILE", help="Write an HTML page of the routing there."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace outputs that exist.")]
-Resume = Annotated[
-    bool,
-    typer.Option("--resume", help="Continue a killed run (the same command does so without it)."),
-]
 
 
 def _load(files: list[Path] | None) -> list[Path] | None:
