@@ -307,7 +307,9 @@ class Estimate:
         experts = self.size.moe_layers * shape.experts
         rows = tokens * shape.top_k / shape.experts  # tokens of one expert
         gram = 2 * rows * (shape.hidden**2 + shape.expert_width**2)
-        solve = experts * (rates["refit_expert_seconds"] + gram / rates["refit_gram_flops"])
+        gate_up = _solution(shape.hidden, 2 * shape.expert_width)
+        products = gram + gate_up + _solution(shape.expert_width, shape.hidden)
+        solve = experts * (rates["refit_expert_seconds"] + products / rates["refit_gram_flops"])
         layers = shape.layers * rates["refit_layer_seconds"]
         read = 3 * self.size.stored / rates["read_bytes_per_second"]
         start = rates["refit_start_seconds"] + rates["refit_seconds_per_gb"] * self.size.stored / GB
@@ -317,6 +319,11 @@ class Estimate:
     def layer_bytes(self) -> int:
         """Return the bf16 bytes of one layer's experts, the most that a job needs at once."""
         return 2 * self.shape.experts * self.size.expert
+
+
+def _solution(inputs: int, outputs: int) -> float:
+    """Return the FLOPs of a map's solution: factorise, solve, compute two errors."""
+    return inputs**3 / 3 + 6 * inputs**2 * outputs
 
 
 def estimates() -> Iterator[list[str]]:
