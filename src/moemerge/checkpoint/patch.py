@@ -31,7 +31,7 @@ from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import CheckpointError
-from moemerge.runtime.files import write_file
+from moemerge.runtime.files import write_at, write_file
 from moemerge.runtime.process import thread_pool
 
 if TYPE_CHECKING:
@@ -212,9 +212,7 @@ class _PatchedCopy:
             self._check_open()
             fd = self._submit(file).result()
             offset = file.header.offsets[name] + row * file.tensors[name].row_bytes
-            done = 0
-            while done < len(data):
-                done += os.pwrite(fd, data[done:], offset + done)
+            write_at(fd, data, offset)
 
     def begin(self, names: Collection[str]) -> None:
         touched = [self._source.file_of(name) for name in names]

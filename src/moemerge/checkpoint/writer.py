@@ -18,7 +18,7 @@ from moemerge.checkpoint.safetensors_file import METADATA, build_header, dtype_l
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
 from moemerge.registry import did_you_mean
-from moemerge.runtime.files import write_file
+from moemerge.runtime.files import write_at, write_file
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.process import thread_pool
 
@@ -30,26 +30,10 @@ SYNC_BYTES: Final = 128 * 2**20
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 
 
-class _OutputFile:
-    """A file that several threads write at any offset: a new one, or another process's."""
-
-    def __init__(self, path: Path, *, new: bool) -> None:
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0)
-        self.path = path
-        self.fd = os.open(path, flags, 0o666)
-
-    def write(self, data: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self.fd, data[done:], offset + done)
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
 @dataclass
 class _Shard:
-    file: _OutputFile
+    path: Path
+    fd: int
     left: int  # bytes of tensors still to be written
     unsynced: int = 0
 
@@ -136,13 +120,14 @@ class CheckpointWriter:
     def _create(self, name: str, infos: Sequence[TensorInfo]) -> None:
         header, offsets = build_header(infos)
         data_bytes = sum(info.nbytes for info in infos)
-        new = self._folder is not None
-        file = _OutputFile(self.folder / name, new=new)
-        shard = _Shard(file, data_bytes)
+        new = self._folder is not None  # otherwise another process's
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0)
+        path = self.folder / name
+        shard = _Shard(path, os.open(path, flags, 0o666), data_bytes)
         self._shards.append(shard)
         if new:
-            file.write(memoryview(header), 0)
-            os.ftruncate(file.fd, len(header) + data_bytes)
+            write_at(shard.fd, memoryview(header), 0)
+            os.ftruncate(shard.fd, len(header) + data_bytes)
         for info in infos:
             self._tensors[info.name] = _Progress(info, shard, offsets[info.name])
 
@@ -172,13 +157,13 @@ class CheckpointWriter:
             self._written(problem)
 
     def _put(self, shard: _Shard, data: Tensor, offset: int) -> None:
-        shard.file.write(as_bytes(data), offset)
+        write_at(shard.fd, as_bytes(data), offset)
         with self._condition:
             shard.left -= len(data)
             shard.unsynced += len(data)
             if not self._closed and (shard.unsynced >= SYNC_BYTES or shard.left == 0):
                 shard.unsynced = 0
-                self._syncs.append(self._pool.submit(_sync, shard.file.fd))
+                self._syncs.append(self._pool.submit(_sync, shard.fd))
 
     def _written(self, problem: MoeMergeError | None) -> None:
         with self._condition:
@@ -236,7 +221,7 @@ class CheckpointWriter:
         with self._condition:
             self._check_open()
         path = place_in(self.folder, filename, self.out)
-        if filename == INDEX or any(shard.file.path == path for shard in self._shards):
+        if filename == INDEX or any(shard.path == path for shard in self._shards):
             raise CheckpointError(f"{filename} is written by the checkpoint writer itself")
         return path
 
@@ -270,7 +255,7 @@ class CheckpointWriter:
         for sync in self._syncs:
             sync.result()
         for shard in self._shards:
-            os.fsync(shard.file.fd)
+            os.fsync(shard.fd)
 
     def commit(self) -> None:
         """Check that every tensor is complete, flush everything, and rename into place."""
@@ -307,7 +292,7 @@ class CheckpointWriter:
             self._condition.wait_for(lambda: self._writing == 0)
         self._pool.shutdown(wait=True, cancel_futures=True)
         for shard in self._shards:
-            shard.file.close()
+            os.close(shard.fd)
 
     def __enter__(self) -> CheckpointWriter:
         return self

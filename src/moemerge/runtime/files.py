@@ -144,6 +144,13 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write everything, thread-safe. A full disk writes a part and fails at the next attempt."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)
+
+
 def sync_folder(folder: Path) -> None:
     """Sync a folder, so that new names in it survive a power loss."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

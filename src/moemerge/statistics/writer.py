@@ -23,7 +23,7 @@ from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.documents import Provenance
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, MoeMergeError
-from moemerge.runtime.files import remove_stale, sync_folder
+from moemerge.runtime.files import remove_stale, sync_folder, write_at
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.runtime.process import thread_pool
@@ -153,11 +153,8 @@ class StatisticsWriter:
                 self._room.notify_all()
 
     def _put(self, data: memoryview, at: int) -> None:
-        """Write everything. A full disk writes a part and fails at the next attempt."""
         assert self._fd is not None
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done:], at + done)
+        write_at(self._fd, data, at)
 
     def _push(self) -> None:
         """Flush written data in the background, one flush at a time."""
