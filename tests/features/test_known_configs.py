@@ -1,9 +1,11 @@
 """The tables of known config values agree with the installed transformers."""
 
+import json
 import math
 
 import pytest
 import torch
+import transformers
 from transformers.activations import ACT2CLS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -11,7 +13,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import zoo
 from moemerge.architectures.config_check import check_config
-from moemerge.architectures.config_values import ACTIVATIONS, ATTENTION, EXPERTS, ROPE_TYPES
+from moemerge.architectures.config_values import (
+    ACTIVATIONS,
+    ATTENTION,
+    EXPERTS,
+    ROPE_TYPES,
+    TYPES_FILE,
+)
 from moemerge.architectures.opened import open_model
 from moemerge.errors import ArchitectureError
 from moemerge.features.known_configs import (
@@ -20,6 +28,7 @@ from moemerge.features.known_configs import (
     require_loadable,
 )
 from moemerge.features.loading import build_skeleton
+from tools.config_types import config_types
 
 
 @pytest.mark.parametrize(
@@ -36,6 +45,27 @@ def test_every_name_of_transformers_is_known(known, theirs):
     assert set(theirs) <= known
 
 
+def test_types_are_those_of_the_pinned_transformers():
+    """If this fails after an update, run `python -m tools.config_types`."""
+    record = json.loads(TYPES_FILE.read_bytes())
+    if record["transformers"] == transformers.__version__:
+        assert record["types"] == config_types()
+    assert record["types"]["olmoe"]["clip_qkv"] == "float|null"
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_what_the_check_accepts_transformers_reads(family, zoo_folder):
+    model = open_model("m", zoo_folder(family))
+    config = dict(model.checkpoint.config)
+    for key in config.keys() - {"model_type", "transformers_version"}:
+        for value in (None, True, 0, -1, 3, 1.5, "x", [], {}):
+            try:
+                check_config({**config, key: value}, model.checkpoint.tensors, "config.json")
+            except ArchitectureError:
+                continue
+            assert fill_config({**config, key: value}) is not None
+
+
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_a_config_filled_with_defaults_passes(family, zoo_folder):
     model = open_model("m", zoo_folder(family))
@@ -50,8 +80,7 @@ def test_what_a_config_class_rejects_is_refused(zoo_folder, tmp_path, monkeypatc
     with pytest.raises(UnreadableConfigError, match="transformers cannot read it"):
         fill_config({**model.checkpoint.config, "pad_token_id": -math.inf})
     assert fill_config({**model.checkpoint.config, "model_type": "of-tomorrow"}) is None
-    # Some families allow null here; the class of this one does not.
-    config = {**model.checkpoint.config, "attention_dropout": None}
+    config = {**model.checkpoint.config, "id2label": {"x": 1}}
     monkeypatch.setattr(model.checkpoint, "config", config)
     with pytest.raises(ArchitectureError, match=r"config.json: transformers cannot read it"):
         require_loadable(model)

@@ -484,7 +484,8 @@ def odd_flags(folder: Path, rng: random.Random) -> list[str]:
     """Add options of the command with odd values."""
     arguments = command(any_command(rng))
     known = options(arguments[0])
-    for flag in rng.sample(sorted(set(known) - set(UNUSED)), rng.choice((1, 1, 2, 3))):
+    usable = sorted(set(known) - set(UNUSED))
+    for flag in rng.sample(usable, min(len(usable), rng.choice((1, 1, 2, 3)))):
         kind, switch = known[flag]
         if switch:
             arguments.append(flag)

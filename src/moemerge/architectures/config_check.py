@@ -33,6 +33,10 @@ _OTHER_HEAD_FAMILIES: Final = names("gemma4_text mimo_v2_flash")
 # A layer with these tensors is a recurrent one and has its own head sizes.
 _RECURRENT = re.compile(r"\.(A_log|dt_bias|\w*conv1d\.weight)$")
 _PROJECTION = re.compile(r"\.(?:self_attn|attention|attn|mixer)\.(\w+_proj(?:_with_mqa)?)\.weight$")
+_ATTENTION_BIAS = re.compile(r"\.(?:self_attn|self_attention|attention|attn|mixer)\.\w+\.bias$")
+# Tensors of a layer of multi-token prediction that no other layer has.
+_PREDICTION = re.compile(r"(^|\.)(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp\w*)\.")
+_SHARED_DOWN = re.compile(r"\.shared_(?:experts?|mlp)\.(?:down_proj|output_linear)\.weight$")
 _DENSE_DOWN = re.compile(r"\.(?:mlp|feed_forward)\.down_proj\.weight$")
 _HEADS = ("num_attention_heads", "n_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "attn_config.kv_n_heads")
@@ -45,12 +49,9 @@ _EXPERT_WIDTHS = (
     "ffn_config.ffn_hidden_size",
     "intermediate_size",
 )
+_SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
+_SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _DENSE_WIDTHS = ("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size")
-# Only some families allow null here.
-_RARELY_NULL = names(
-    "attention_dropout norm_topk_prob num_experts_per_tok router_aux_loss_coef "
-    "first_k_dense_replace"
-)
 
 
 def check_config(
@@ -140,7 +141,10 @@ def _sparsity_faults(architecture: Architecture) -> Iterator[str]:
     if key == "mlp_only_layers":
         step = text.get("decoder_sparse_step") or 1
         words = f"decoder_sparse_step is {step!r:.80} and {key} is {dense!r:.80}"
-    elif key == "first_k_dense_replace" and isinstance(stated, int):
+    elif key == "first_k_dense_replace" and key in text:
+        if stated is None:
+            yield f"{key} is null, expected a whole number"
+            return
         dense, words = range(stated), f"{key} is {stated}"
         if text.get("moe_layer_freq", 1) != 1:
             return
@@ -171,15 +175,14 @@ def _layer_faults(architecture: Architecture, tensors: Mapping[str, TensorInfo])
     for key in _DEPTH_LISTS:
         if isinstance(text.get(key), list) and len(text[key]) != layers:
             yield f"{key} has {len(text[key])} entries for {layers} layers"
-    # A layer of multi-token prediction is stated, or has tensors that no other layer has.
-    stated = text.get("num_nextn_predict_layers")
-    known = layers + (stated if isinstance(stated, int) else 0)
     parts: dict[int, set[str]] = {}
-    for name in tensors if counted and found > known else ():
+    for name in tensors if counted and found > layers else ():
         if (layer := architecture.layer_of(name)) is not None:
             parts.setdefault(layer, set()).add(name.partition(f".{layer}.")[2])
-    for layer in sorted(n for n in parts if n >= known):
-        if any(parts[layer] == parts.get(other) for other in range(layers)):
+    for layer, own in sorted(parts.items()):
+        predicts = any(map(_PREDICTION.search, own))
+        alike = any(own == others for other, others in parts.items() if other != layer)
+        if layer >= layers and alike and not predicts:
             yield f"the config has {layers} layers, but the tensors have a layer {layer}"
 
 
@@ -213,11 +216,13 @@ class _Heads:
                 "v_proj": (0, (keys,)),
                 "o_proj": (1, (queries,)),
             }
+        query_rank = text.get("q_lora_rank")
         rank, rope = text["kv_lora_rank"], text.get("qk_rope_head_dim") or 0
         nope, value = text.get("qk_nope_head_dim") or 0, text.get("v_head_dim") or 0
         queries, gates = self.query * (nope + rope), self.query * value
         return {
             "q_proj": (0, (queries,)),
+            "q_a_proj": (0, () if query_rank is None else (query_rank,)),
             "q_b_proj": (0, (queries, queries + gates)),
             "kv_b_proj": (0, (self.query * (nope + value),)),
             "kv_a_proj_with_mqa": (0, (rank + rope,)),
@@ -233,6 +238,8 @@ def _attention_faults(
     if uneven or any(_OTHER_HEAD_SIZES.search(key) for key in text):
         return
     others = [name for name in tensors if architecture.role(name) is not Role.EXPERT]
+    if text.get("attention_bias") and not any(map(_ATTENTION_BIAS.search, others)):
+        yield "attention_bias is true, but no projection of the attention has a bias"
     recurrent = {architecture.layer_of(name) for name in others if _RECURRENT.search(name)}
     heads = _Heads.of(text, architecture.hidden_size)
     sizes = {} if heads is None else heads.sizes(text)
@@ -247,6 +254,7 @@ def _attention_faults(
             if text is architecture.config:
                 yield f"the number of attention heads ({_HEADS[0]}) is missing"
             return
+        yield from _query_rank_fault(text, found[1], name)
         axis, expected = sizes.get(found[1], (0, ()))
         if expected and header.shape[axis] not in expected:
             yield (
@@ -254,6 +262,14 @@ def _attention_faults(
                 f"dimension of {heads.dim} make {expected[0]} {'columns' if axis else 'rows'}, but "
                 f"{name} has {header.shape[axis]}"
             )
+
+
+def _query_rank_fault(text: Mapping[str, Any], projection: str, name: str) -> Iterator[str]:
+    """Yield a fault if `q_lora_rank` is null and queries are projected in two steps, or not."""
+    if projection in ("q_a_proj", "q_proj") and {"kv_lora_rank", "q_lora_rank"} <= text.keys():
+        rank = text["q_lora_rank"]
+        if (projection == "q_a_proj") == (rank is None):
+            yield f"q_lora_rank is {rank!r:.80}, but there is {name}"
 
 
 def _width_faults(architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
@@ -269,6 +285,8 @@ def _width_faults(architecture: Architecture, tensors: Mapping[str, TensorInfo])
             first = not unit.expert and ".self_attention." not in unit.key
             if first and unit.projection == "down" and len(unit.shape) == 2:
                 yield from _width_fault(architecture, _EXPERT_WIDTHS, name, unit.shape[1])
+        elif _SHARED_DOWN.search(architecture.key(name)) and len(header.shape) == 2:
+            yield from _shared_fault(architecture, name, header.shape[1])
         elif _DENSE_DOWN.search(architecture.key(name)) and len(header.shape) == 2:
             yield from _width_fault(architecture, _DENSE_WIDTHS, name, header.shape[1])
 
@@ -287,17 +305,27 @@ def _width_fault(
         yield f"{keys[-1]} is missing; {name} makes it {found}"
 
 
+def _shared_fault(architecture: Architecture, name: str, found: int) -> Iterator[str]:
+    """Compare the width of the shared experts with their stated width or number."""
+    text = architecture.text_config
+    key = next((key for key in (*_SHARED_WIDTHS, *_SHARED_COUNTS) if key in text), None)
+    each = _first(text, _EXPERT_WIDTHS[:1])
+    stated = text[key] if key else None
+    if key is None or isinstance(stated, list) or (key in _SHARED_COUNTS and each is None):
+        return
+    width = (stated or 0) * (each or 0) if key in _SHARED_COUNTS else stated
+    if width != found:
+        yield f"{key} is {stated!r:.80}, which makes {width} columns, but {name} has {found}"
+
+
 def _differences(config: Mapping[str, Any], label: str, other: Mapping[str, Any]) -> Iterator[str]:
-    """Yield structural values that differ between models of one type, or are null in one."""
+    """Yield structural values that differ between models of one type."""
     if config.get("model_type") != other.get("model_type"):
         return
     theirs = dict(_structure(other))
     for name, value in _structure(config):
         if name in theirs and value != theirs[name]:
             yield f"{name} is {value!r:.80}, but {theirs[name]!r:.80} in {label}"
-    for name in sorted(_RARELY_NULL):
-        if name in config and config[name] is None and other.get(name) is not None:
-            yield f"{name} is null, but {other[name]!r:.80} in {label}"
 
 
 def _structure(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 from moemerge.registry import did_you_mean
@@ -34,28 +37,40 @@ ROPE_TYPES: Final = names("default linear dynamic yarn longrope llama3 proportio
 ENCODER_ROPE_TYPES: Final = frozenset({"axial", "mrope"})
 SCALED_ROPE_TYPES: Final = frozenset({"linear", "dynamic", "yarn", "llama3"})
 
+# The types that transformers accepts, by model type and key; made by tools/config_types.py.
+TYPES_FILE: Final = Path(__file__).with_name("config_types.json")
+_WORDS: Final[Mapping[str, str]] = {
+    "int": "a whole number",
+    "float": "a finite number with a decimal point",
+    "bool": "true or false",
+    "str": "a text",
+    "list": "a list",
+    "dict": "a mapping",
+    "null": "null",
+}
+_JSON_TYPES: Final[Mapping[type, str]] = {
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    list: "list",
+    dict: "dict",
+    type(None): "null",
+}
 _POSITIVE_INTEGERS = re.compile(
     r"^(vocab_size|hidden_size|num_hidden_layers|num_attention_heads|max_position_embeddings"
     r"|intermediate_size|decoder_sparse_step)$"
 )
-_INTEGERS_OR_NULL = re.compile(
-    r"^(num_key_value_heads|head_dim|num_experts_per_tok|sliding_window|\w+_lora_rank|\w+_head_dim)$"
-)
+_POSITIVE_OR_NULL = re.compile(r"^num_key_value_heads$")
+_SIZES_OR_NULL = re.compile(r"^head_dim$")
+_INTEGERS_OR_NULL = re.compile(r"^(num_experts_per_tok|sliding_window|\w+_lora_rank|\w+_head_dim)$")
 # One number, or one for each layer.
 _COUNTS = re.compile(r"^(moe_intermediate_size|num_experts|num_local_experts|n_routed_experts)$")
 # Far below 1, the angles of later tokens are infinite in float32.
 _ROPE_BASES = re.compile(r"^(rope_theta|rope_local_base_freq)$")
 _NORM_EPS = re.compile(r"(^|_)norm_eps(ilon)?$")
-# transformers refuses whole numbers here.
-_FLOATS = re.compile(r"^(initializer_range|router_jitter_noise)$")
-_FLOATS_OR_NULL = re.compile(r"^router_aux_loss_coef$")
-_NUMBERS_OR_NULL = re.compile(r"^(attention_dropout|clip_qkv|routed_scaling_factor)$")
 # Every release of transformers adds names of layer types; all have one of these words.
 _LAYER_TYPE = re.compile(r"attention|sparse|dense|moe|conv|hybrid|mamba|recurrent|linear|full")
-_SWITCHES = re.compile(
-    r"^(tie_word_embeddings|attention_bias|mlp_bias|use_cache|output_router_logits"
-    r"|use_sliding_window)$"
-)
 _NAMES: Final[Mapping[str, frozenset[str]]] = {
     "hidden_act": ACTIVATIONS,
     "hidden_activation": ACTIVATIONS,
@@ -66,6 +81,7 @@ _NAMES: Final[Mapping[str, frozenset[str]]] = {
     "dtype": DTYPES,
     "torch_dtype": DTYPES,
 }
+_TOKENS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
 # Sections whose values mean something else.
 _SKIPPED: Final = frozenset({"quantization_config", "task_specific_params", "auto_map"})
 
@@ -73,7 +89,11 @@ _SKIPPED: Final = frozenset({"quantization_config", "task_specific_params", "aut
 def value_faults(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each value that transformers cannot use; `text` is the text section."""
     for name, value, section in _values(config):
-        for expected in (_expected_type(name, value, section), _expected_name(name, value)):
+        for expected in (
+            _expected_type(name, value, section),
+            _expected_name(name, value),
+            _expected_by_class(name, value, section),
+        ):
             if expected is not None:
                 yield f"{name} is {value!r:.80}, expected {expected}"
         if name in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
@@ -126,17 +146,13 @@ def _or_null(test: Test) -> Test:
 
 _TYPES: Final[tuple[tuple[re.Pattern[str], Test, str], ...]] = (
     (_POSITIVE_INTEGERS, lambda v: _is_integer(v) and v > 0, "a positive whole number"),
+    (_POSITIVE_OR_NULL, _or_null(lambda v: _is_integer(v) and v > 0), "a positive whole number"),
+    (_SIZES_OR_NULL, _or_null(lambda v: _is_integer(v) and v >= 0), "a whole number"),
     (_INTEGERS_OR_NULL, _or_null(_is_integer), "a whole number"),
     (_COUNTS, _is_count, "a whole number"),
     (_ROPE_BASES, lambda v: _is_number(v) and v >= 1, "a finite number of at least 1"),
     (_NORM_EPS, lambda v: _is_float(v) and v > 0, "a positive finite number with a decimal point"),
-    (_FLOATS, _is_float, "a finite number with a decimal point"),
-    (_FLOATS_OR_NULL, _or_null(_is_float), "a finite number with a decimal point"),
-    (_NUMBERS_OR_NULL, _or_null(_is_number), "a finite number"),
-    (_SWITCHES, lambda v: isinstance(v, bool), "true or false"),
-    (re.compile(r"^norm_topk_prob$"), lambda v: v is None or isinstance(v, bool), "true or false"),
     (re.compile(r"^(mlp_)?layer_types$"), _or_null(_are_layer_types), "a list of layer types"),
-    (re.compile(r"^hidden_act$"), lambda v: isinstance(v, str), "a name"),
     (
         re.compile(r"^rope_(parameters|scaling)$"),
         lambda v: v is None or isinstance(v, Mapping),
@@ -157,6 +173,24 @@ def _expected_type(name: str, value: object, section: Mapping[str, Any]) -> str 
     return None
 
 
+@cache
+def _class_types() -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = json.loads(TYPES_FILE.read_bytes())["types"]
+    return found
+
+
+def _expected_by_class(name: str, value: object, section: Mapping[str, Any]) -> str | None:
+    """Return what was expected if the config class of transformers has another type."""
+    model_type = section.get("model_type")
+    known = _class_types().get(model_type, {}) if isinstance(model_type, str) else {}
+    kinds = known.get(name, "").split("|")
+    if kinds == [""] or name in _TOKENS:
+        return None
+    if _JSON_TYPES[type(value)] in kinds and (not isinstance(value, float) or _is_float(value)):
+        return None
+    return " or ".join(_WORDS[kind] for kind in kinds)
+
+
 def _expected_name(name: str, value: object) -> str | None:
     """Return what was expected if transformers does not know the name."""
     known = _NAMES.get(name)
@@ -165,7 +199,7 @@ def _expected_name(name: str, value: object) -> str | None:
     if isinstance(value, Mapping) and name.endswith("implementation"):  # one for each section
         return next(filter(None, (_expected_name(name, item) for item in value.values())), None)
     if not isinstance(value, str):
-        return "a name" if name != "hidden_act" else None
+        return "a name"
     if name.lstrip("_") == "attn_implementation" and "/" in value:
         return None  # a kernel of the hub
     short = value.removeprefix("torch.") if known is DTYPES else value
@@ -195,7 +229,7 @@ def _rope_faults(name: str, rope: Mapping[str, Any], inside_text: bool) -> Itera
 def _token_faults(text: Mapping[str, Any]) -> Iterator[str]:
     """Check that token ids are in the vocabulary; many models store -1 for none."""
     rows: Any = text.get("vocab_size")
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+    for name in _TOKENS:
         value: Any = text.get(name)
         several = isinstance(value, list) and name == "eos_token_id"
         for token in value if several else [value]:

@@ -237,7 +237,7 @@ class OutputFolder:
                 self._remove_stale()
                 self.path.mkdir()
                 self._lock = _lock(self.path)
-            except OSError:
+            except BaseException:  # a signal too
                 self.abort()
                 raise
 
