@@ -8,6 +8,7 @@ import torch
 import moemerge
 from calibration import cases
 from moemerge.distilling import run as running
+from moemerge.distilling import training
 from moemerge.errors import ConfigError, ResourceError, UsageError
 
 FAST = {
@@ -183,6 +184,17 @@ def test_too_little_memory_is_refused(case, tmp_path, monkeypatch):
     with pytest.raises(ResourceError, match="distillation needs about"):
         distill(case, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_out_of_memory_names_what_to_do(case, tmp_path, monkeypatch):
+    def divergence(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(training, "divergence", divergence)
+    with pytest.raises(ResourceError, match="distillation: out of memory on cpu") as raised:
+        distill(case, tmp_path / "out")
+    assert "lora=16" in raised.value.hint
+    assert not (tmp_path / "out").exists()
 
 
 def test_bfloat16_weights_are_trained_in_float32(case, tmp_path):

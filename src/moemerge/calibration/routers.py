@@ -21,7 +21,7 @@ from moemerge.lockstep.job import RepairRun
 from moemerge.lockstep.journal import Entry
 from moemerge.lockstep.models import MERGED, PairedRouter, RouterWeights
 from moemerge.lockstep.output import RefusedResultError
-from moemerge.lockstep.request import errors_of
+from moemerge.lockstep.request import LAYERS_KEPT, errors_of
 from moemerge.lockstep.streams import Stops, Visitor
 from moemerge.routing import Curvature, DomainFeatures, Preconditioner, SolveSettings
 from moemerge.runtime.progress import counted
@@ -121,7 +121,7 @@ def _errors_of(layer: int) -> AbstractContextManager[None]:
     return errors_of(
         f"layer {layer}",
         "while solving for its router",
-        'lower `max_tokens`, use `preconditioner="jacobi"`, or `offload="disk"`',
+        f'lower `max_tokens`, use `preconditioner="jacobi"`, or `offload="disk"`; {LAYERS_KEPT}',
     )
 
 

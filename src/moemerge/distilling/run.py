@@ -32,13 +32,16 @@ from moemerge.lockstep.job import OpenedRepair, RepairJob, RepairRun, RepairStep
 from moemerge.lockstep.journal import Entry, SavedStates, mark_complete
 from moemerge.lockstep.output import PERMANENT, Output, RefusedResultError
 from moemerge.lockstep.report import RepairReport
-from moemerge.lockstep.request import RepairRequest, request_key
+from moemerge.lockstep.request import RepairRequest, errors_of, request_key
 from moemerge.runtime.devices import available_memory, deterministic, release_cached
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Stopwatch, Timings, peak_memory
 
 LEAST_STEPS: Final = 100
+SAVE_MEMORY: Final = (
+    'train adapters (`lora=16`), use `optimiser="adafactor"`, or give shorter rows (`max_length`)'
+)
 EPOCHS: Final = 2
 MOST_EPOCHS: Final = 16
 # A state is stored if that takes at most this share of the time since the last one.
@@ -258,7 +261,8 @@ def _distil(
     state, optimiser = states.load(trainer)
     if state is not None:
         progress.note(f"a killed run is continued after step {state.step}")
-    with deterministic(stream.device):
+    out_of_memory = errors_of("distillation", f"on {stream.device}", SAVE_MEMORY)
+    with deterministic(stream.device), out_of_memory:
         if state is None and rate == "auto":
             with stopwatch.span("search for the rate"):
                 rate, tried = trainer.choose_rate()
@@ -389,8 +393,7 @@ def _check_memory(job: DistillJob) -> None:
         raise ResourceError(
             f"distillation needs about {format_size(needed)} on {device}, and "
             f"{format_size(int(free * HEADROOM))} are usable",
-            hint='train adapters (`lora=16`), use `optimiser="adafactor"`, or give shorter rows '
-            "(`max_length`)",
+            hint=SAVE_MEMORY,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 
@@ -109,6 +109,9 @@ def open_output(
     )
 
 
+LAYERS_KEPT: Final = "finished layers are kept if other settings stay the same"
+
+
 @contextmanager
 def errors_of(where: str, doing: str, remedy: str) -> Iterator[None]:
     """Add the layer to numerical errors, and a remedy to out-of-memory errors."""
@@ -119,10 +122,7 @@ def errors_of(where: str, doing: str, remedy: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise ResourceError(
-            f"{where}: out of memory {doing}",
-            hint=f"{remedy}; finished layers are kept if other settings stay the same",
-        ) from error
+        raise ResourceError(f"{where}: out of memory {doing}", hint=remedy) from error
 
 
 def request_key(

@@ -15,7 +15,7 @@ from moemerge.features.input_hooks import UnitMap
 from moemerge.features.stops import Stop
 from moemerge.features.tokens import real_rows
 from moemerge.lockstep.experts import ExpertMaps
-from moemerge.lockstep.request import errors_of
+from moemerge.lockstep.request import LAYERS_KEPT, errors_of
 from moemerge.refitting.gradient import Training
 from moemerge.refitting.layer import LayerFitter
 from moemerge.refitting.least_squares import Affine, DomainScales, RidgeRule, parameter
@@ -308,5 +308,5 @@ class RefitLoop:
 
 
 def _errors_of(where: str) -> AbstractContextManager[None]:
-    remedy = 'lower `max_tokens`, or use `offload="disk"`'
+    remedy = f'lower `max_tokens`, or use `offload="disk"`; {LAYERS_KEPT}'
     return errors_of(where, "while its maps were refitted", remedy)
