@@ -341,7 +341,7 @@ def pruned_repairs() -> str:
     solved = {
         (row["domain"], row["kept"], row["repair"]): row["solved"]
         for row in record["measured"]
-        if row["score"] == "reap"
+        if row["score"] == "reap" and row["rows"] == record["rows"]
     }
 
     def cell(*key: object) -> str:
@@ -423,7 +423,7 @@ def pruned_compared() -> str:
     measured = {
         (row["domain"], row["kept"], row["score"], row["repair"]): row
         for row in record["measured"]
-        if row["draw"] == 0
+        if row["draw"] == 0 and row["rows"] == record["rows"]
     }
 
     def cell(*key: object) -> str:

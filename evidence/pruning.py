@@ -31,6 +31,7 @@ COMPARED = (16, 12)  # a third and half of the experts removed
 DOMAINS = {"math": "code", "code": "chat"}
 DRAWS = (0, 1, 2)  # of the rows
 ROWS = 512
+AMOUNTS = (32, 128, 1000)  # other numbers of rows
 GENERAL = 64  # rows of the other domain, for which the original is one more source
 STEPS = 40  # of fine-tuning on the same rows, in batches of 128
 RATES = (3e-4, 1e-3)
@@ -45,6 +46,7 @@ class Cell:
     score: ExpertScore = "reap"
     repair: str = "none"
     draw: int = 0
+    rows: int = ROWS
 
 
 def cells() -> Iterator[Cell]:
@@ -54,6 +56,8 @@ def cells() -> Iterator[Cell]:
         for kept in KEPT:
             yield from (Cell(domain, kept, "reap", r) for r in ("none", "calibrate", "refit"))
             yield from (Cell(domain, kept, score) for score in ("norm", "frequency"))
+    for rows in AMOUNTS:
+        yield from (Cell(domain, 16, "reap", "refit", 0, rows) for domain in DOMAINS)
     tuned = [f"tune {rate:g}" for rate in RATES]
     for draw in DRAWS:
         for kept in COMPARED:
@@ -107,7 +111,7 @@ def make(cell: Cell, folder: Path, device: str) -> Path:
     model, data = trained.models[cell.domain], {cell.domain: trained.data[cell.domain]}
     if cell.kept == EXPERTS:
         return model
-    shared: dict[str, Any] = {"limit": ROWS, "seed": cell.draw, "measure": False}
+    shared: dict[str, Any] = {"limit": cell.rows, "seed": cell.draw, "measure": False}
     shared |= {"device": device, "dtype": "float32"}
     options: dict[str, Any] = {**shared, "keep": cell.kept / EXPERTS, "score": cell.score}
     if cell.repair in ("none", "calibrate", "refit", "gradient"):

@@ -114,6 +114,10 @@ WRONG = [
         {"layer_types": ["none", "none", "none"]},
         "layer_types is .*, expected a list of",
     ),
+    (
+        {"model_type": "mixtral"},
+        "model_type is 'mixtral', but architectures has 'Olmoe",
+    ),
     ({"model_type": "olmo"}, "model_type is 'olmo', a dense model, but there is .*experts"),
     ({"dtype": "float17"}, "dtype is 'float17', .* did you mean 'float1?6'|float"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', expected true or false"),

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.config_values import names, value_faults
+from moemerge.architectures.families import family_of_class
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import Role
 from moemerge.architectures.rules import CONFIG_HINT, look_up
@@ -92,6 +93,7 @@ def _faults(
     others: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[str]:
     yield from value_faults(architecture.config, architecture.text_config)
+    yield from _class_faults(architecture)
     yield from _dense_faults(architecture, tensors)
     yield from _vocabulary_faults(architecture, tensors)
     yield from _layer_faults(architecture, tensors)
@@ -156,6 +158,14 @@ def _sparsity_faults(architecture: Architecture) -> Iterator[str]:
         if expected != (layer in routed):
             yield f"{words}, but layer {layer} has {'no' if expected else 'a'} router"
             return
+
+
+def _class_faults(architecture: Architecture) -> Iterator[str]:
+    """Yield a fault if `architectures` names a class of another family."""
+    for name in architecture.config.get("architectures") or ():
+        family = family_of_class(str(name))
+        if family is not None and architecture.family not in (None, family):
+            yield f"model_type is {architecture.model_type!r}, but architectures has {name!r:.80}"
 
 
 def _dense_faults(architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
