@@ -129,7 +129,7 @@ WRONG_IN_FAMILY = [
     ("deepseek_v3", {"q_lora_rank": 3}, "make 3 rows, but .*q_a_proj"),
     ("deepseek_v3", {"n_shared_experts": 3}, "n_shared_experts is 3, which makes 72 columns"),
     ("deepseek_v3", {"first_k_dense_replace": None}, "first_k_dense_replace is null"),
-    ("deepseek_v3", {"num_hidden_layers": 1}, "has 1 layers, but the tensors have a layer 1"),
+    ("deepseek_v3", {"num_hidden_layers": 1}, "has 1 layers, but the tensors have a layer [12]"),
     ("qwen2_moe", {"shared_expert_intermediate_size": 7}, "which makes 7 columns, but .*shared"),
     ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3, expected a list"),
 ]

@@ -185,14 +185,16 @@ def _layer_faults(architecture: Architecture, tensors: Mapping[str, TensorInfo])
     for key in _DEPTH_LISTS:
         if isinstance(text.get(key), list) and len(text[key]) != layers:
             yield f"{key} has {len(text[key])} entries for {layers} layers"
+    stated = text.get("num_nextn_predict_layers")
+    known = layers + (stated if isinstance(stated, int) else 0)
     parts: dict[int, set[str]] = {}
-    for name in tensors if counted and found > layers else ():
+    for name in tensors if counted and found > known else ():
         if (layer := architecture.layer_of(name)) is not None:
             parts.setdefault(layer, set()).add(name.partition(f".{layer}.")[2])
     for layer, own in sorted(parts.items()):
         predicts = any(map(_PREDICTION.search, own))
         alike = any(own == others for other, others in parts.items() if other != layer)
-        if layer >= layers and alike and not predicts:
+        if layer >= known and alike and not predicts:
             yield f"the config has {layers} layers, but the tensors have a layer {layer}"
 
 
