@@ -78,6 +78,7 @@ WRONG = [
     (rope(rope_theta=0), "rope_theta is 0, expected a finite number of at least 1"),
     (rope(rope_theta=1e-300), "rope_theta is 1e-300, expected a finite number of at least 1"),
     ({"head_dim": 0}, "a head dimension of 0 make 0 rows"),
+    ({"head_dim": None}, "head_dim is None, expected a whole number, or no such key"),
     ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected a positive whole number"),
     ({"attention_bias": True}, "attention_bias is true, but no projection of the attention has"),
     ({"num_experts_per_tok": None}, "num_experts_per_tok is None, expected a whole number"),
@@ -155,7 +156,6 @@ def test_a_wrong_value_is_refused(sound, values, message):
         {"pad_token_id": -1},
         {"pad_token_id": None},
         {"eos_token_id": [2, 3]},
-        {"head_dim": None},
         {"head_dim": 8},
         {"experts_implementation": "grouped_mm"},
         {"attn_implementation": "org/kernel"},
@@ -167,6 +167,12 @@ def test_a_wrong_value_is_refused(sound, values, message):
 def test_unusual_values_that_load_are_accepted(sound, values):
     model = open_model("m", sound)
     check(model, with_values(dict(model.checkpoint.config), values))
+
+
+def test_a_copied_config_names_its_model_type(sound, tmp_path):
+    model = changed(sound, tmp_path / "model", model_type=None)
+    with pytest.raises(ArchitectureError, match="model_type is None, expected a name"):
+        moemerge.swap_routers(model, sound, tmp_path / "out")
 
 
 def test_activations_must_agree_between_models(sound):

@@ -84,7 +84,13 @@ def check_config(
 def check_model_config(model: OpenModel) -> None:
     """Raise ArchitectureError if the model's config.json does not fit its tensors."""
     checkpoint = model.checkpoint
-    check_config(checkpoint.config, checkpoint.tensors, str(checkpoint.path / "config.json"))
+    config, where = checkpoint.config, str(checkpoint.path / "config.json")
+    check_config(config, checkpoint.tensors, where)
+    if not isinstance(config.get("model_type"), str):
+        raise ArchitectureError(
+            f"{where}: model_type is {config.get('model_type')!r:.80}, expected a name",
+            hint=CONFIG_HINT,
+        )
 
 
 def _faults(

@@ -31,7 +31,7 @@ ATTENTION: Final = names(
     "paged|flash_attention_4"
 )
 EXPERTS: Final = names("eager batched_mm grouped_mm deepgemm sonicmoe")
-DTYPES: Final = names("auto float16 half bfloat16 float32 float float64 double")
+DTYPES: Final = names("float16 half bfloat16 float32 float float64 double")
 ROPE_TYPES: Final = names("default linear dynamic yarn longrope llama3 proportional")
 # Only image, video and audio encoders rotate by position on several axes.
 ENCODER_ROPE_TYPES: Final = frozenset({"axial", "mrope"})
@@ -183,6 +183,8 @@ def _expected_by_class(name: str, value: object, section: Mapping[str, Any]) -> 
     """Return what was expected if the config class of transformers has another type."""
     model_type = section.get("model_type")
     known = _class_types().get(model_type, {}) if isinstance(model_type, str) else {}
+    if name == "head_dim" and value is None and known and name not in known:
+        return "a whole number, or no such key"  # the model code reads null as its size
     kinds = known.get(name, "").split("|")
     if kinds == [""] or name in _TOKENS:
         return None
