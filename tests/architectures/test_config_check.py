@@ -175,6 +175,12 @@ def test_a_copied_config_names_its_model_type(sound, tmp_path):
         moemerge.swap_routers(model, sound, tmp_path / "out")
 
 
+def test_shared_experts_may_have_a_width_of_their_own(zoo_folder):
+    model = open_model("m", zoo_folder("deepseek_v3"))
+    config = {**model.checkpoint.config, "moe_shared_expert_intermediate_size": 24}
+    check(model, {**config, "n_shared_experts": 3})
+
+
 def test_activations_must_agree_between_models(sound):
     model = open_model("m", sound)
     config = dict(model.checkpoint.config)

@@ -326,6 +326,8 @@ def _width_fault(
 def _shared_fault(architecture: Architecture, name: str, found: int) -> Iterator[str]:
     """Compare the width of the shared experts with their stated width or number."""
     text = architecture.text_config
+    if "moe_shared_expert_intermediate_size" in text:
+        return  # families differ in whether the number of experts multiplies it
     key = next((key for key in (*_SHARED_WIDTHS, *_SHARED_COUNTS) if key in text), None)
     each = _first(text, _EXPERT_WIDTHS[:1])
     stated = text[key] if key else None
