@@ -285,13 +285,22 @@ def test_too_little_memory_is_told_before_a_weight_is_read(case, tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_a_head_is_expected_to_take_memory_by_its_rows(zoo_folder, tmp_path):
-    """Their sums are of what it reads: the square of its rows is nowhere."""
+@pytest.mark.parametrize(
+    ("family", "key", "values", "part"),
+    [
+        ("olmoe", "vocab_size", (2048, 4096), "head"),
+        ("deepseek_v3", "qk_nope_head_dim", (512, 1024), "attention"),  # of four heads
+    ],
+)
+def test_outputs_are_expected_to_take_memory_by_their_number(
+    family, key, values, part, zoo_folder, tmp_path
+):
+    """Sums are of what a map reads: the square of its outputs is nowhere."""
     expected = []
-    for rows in (2048, 4096):
-        base = zoo_folder("olmoe", num_hidden_layers=1, vocab_size=rows)
-        own = make_case(base, tmp_path / f"case-{rows}", rows=8)
-        expected.append(own.refit(tmp_path / f"out-{rows}", parts="head", **FAST).memory)
+    for value in values:
+        base = zoo_folder(family, num_hidden_layers=1, **{key: value})
+        own = make_case(base, tmp_path / f"case-{value}", rows=8)
+        expected.append(own.refit(tmp_path / f"out-{value}", parts=part, **FAST).memory)
     assert 0 < expected[1] - expected[0] < 2**26  # squares would differ by ten times as much
 
 

@@ -312,9 +312,11 @@ def refit_bytes(job: RefitJob, streams: RefitStreams) -> int:
                 for name in (hook.up, hook.down):
                     shape = stream.model.get_parameter(name).shape[1:]
                     held = 2 * sample_size(shape) if job.ridge is None else 2
-                    largest = max(largest, (SUM_COPIES + held) * _values(shape))
+                    values = max(shape) * sum(shape)  # whichever side is the input
+                    largest = max(largest, (SUM_COPIES + held) * values)
             else:
-                largest = max(largest, SUM_COPIES * _values(hook.shape))
+                outputs, inputs = hook.shape
+                largest = max(largest, SUM_COPIES * inputs * (inputs + outputs))
     head = stream.input_hooks.head
     resident = 0
     if head is not None and "head" in job.request.settings.parts:
@@ -352,11 +354,6 @@ def training_bytes(job: RefitJob, streams: RefitStreams) -> int:
         own = head.shape[0] * head.shape[1]
         last = own * (copies + (2 + len(job.sources)) * item) + 4 * 4 * HEAD_VALUES
     return states + max(max(layers) * copies + step, last)
-
-
-def _values(shape: tuple[int, ...]) -> int:
-    """Return the number of values of a Gram and of cross products, whichever side is the input."""
-    return max(shape) ** 2 + shape[0] * shape[1]
 
 
 # --- rehearsal ----------------------------------------------------------------------------------
