@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import multimodal_zoo
+import quantised_zoo as qz
 import zoo
 from features import reference
 from moemerge.architectures.architecture import Architecture
@@ -21,13 +22,13 @@ CPU = torch.device("cpu")
 EVERY = (*zoo.FAMILIES, *multimodal_zoo.FAMILIES)
 
 
-def opened(folder, dtype=torch.float32):
+def opened(folder, dtype=torch.float32, device=CPU):
     checkpoint = Checkpoint.open(folder)
-    return Weights(build_skeleton(checkpoint, dtype), checkpoint, CPU, dtype)
+    return Weights(build_skeleton(checkpoint, dtype), checkpoint, device, dtype)
 
 
-def loaded(folder, dtype=torch.float32):
-    weights = opened(folder, dtype)
+def loaded(folder, dtype=torch.float32, device=CPU):
+    weights = opened(folder, dtype, device)
     names = tuple(weights.model.state_dict())
     weights.place(weights.fetch(names))
     weights.check(names, "the model")
@@ -46,6 +47,18 @@ def test_every_tensor_is_what_transformers_loads(family, zoo_folder):
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
         assert found[name].dtype == value.dtype, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", qz.KINDS)
+def test_a_gpu_decodes_what_a_cpu_decodes(kind, dtype, zoo_folder, tmp_path):
+    form = qz.KINDS[kind]
+    folder = form.publish(zoo_folder(form.family, dtype=dtype, **form.sizes), tmp_path / "model")
+    expected = loaded(folder, dtype).model.state_dict()
+    found = loaded(folder, dtype, torch.device("cuda")).model.state_dict()
+    for name, value in expected.items():
+        assert torch.equal(found[name].cpu(), value), name
 
 
 @pytest.mark.parametrize("family", ["hunyuan_v1_moe", "deepseek_v3", "ernie4_5_moe", "flint"])

@@ -23,7 +23,7 @@ from moemerge.checkpoint.quantised.recognise import (
     recognise,
     without_sections,
 )
-from moemerge.checkpoint.quantised.tensor import QuantisedInfo
+from moemerge.checkpoint.quantised.tensor import FetchStored, QuantisedInfo
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo, format_size
 from moemerge.config.models import ModelRef
@@ -124,17 +124,22 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return AdaptedCheckpoint(folder, adapter, str(ref), model.lora_layout)
 
     def read(
-        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
+        self,
+        name: str,
+        rows: tuple[int, int] | None = None,
+        out: Tensor | None = None,
+        fetch: FetchStored | None = None,
     ) -> Tensor:
         """Read a tensor, or the rows [start, stop) of its leading axis, into new memory.
 
-        `out`, a contiguous CPU tensor of the result's shape and dtype, avoids the allocation.
+        `out`, a contiguous CPU tensor of the result's shape and dtype, avoids the allocation. For a
+        quantised tensor it may be on a GPU; `fetch` then reads stored parts to there.
         """
         info = self.tensors.get(name)
         if not isinstance(info, QuantisedInfo):
             return self.file_of(name).read(name, rows, out)
         try:
-            return info.read(self.stored, rows, out)
+            return info.read(fetch or self.stored, rows, out)
         except CheckpointError as error:
             raise CheckpointError(f"{self.label}: {error.message}", hint=error.hint) from error
 
@@ -142,9 +147,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """Return the header of a tensor under its stored name, if it exists."""
         return self.file_of(name).tensors[name] if name in self._placement.number_of else None
 
-    def stored(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+    def stored(
+        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Read a tensor under its stored name, without dequantising it."""
-        return self.file_of(name).read(name, rows)
+        return self.file_of(name).read(name, rows, out)
 
     def has_elements(self, name: str) -> bool:
         """Return whether `read_elements` can read the tensor, because it is stored as it reads."""
@@ -299,11 +306,15 @@ class AdaptedCheckpoint(Checkpoint):
         return not self._changes.touches(name) and super().has_elements(name)
 
     def read(
-        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
+        self,
+        name: str,
+        rows: tuple[int, int] | None = None,
+        out: Tensor | None = None,
+        fetch: FetchStored | None = None,
     ) -> Tensor:
         read = super().read
         if not self._changes.touches(name):
-            return read(name, rows, out)
+            return read(name, rows, out, fetch)
         block = self._changes.read(name, rows, lambda: read(name, rows))
         return block if out is None else out.copy_(block)
 
@@ -372,10 +383,14 @@ class OverlaidCheckpoint(Checkpoint):
         self._overlay = overlay
 
     def read(
-        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
+        self,
+        name: str,
+        rows: tuple[int, int] | None = None,
+        out: Tensor | None = None,
+        fetch: FetchStored | None = None,
     ) -> Tensor:
         if name not in self._overlay:
-            return self._base.read(name, rows, out)
+            return self._base.read(name, rows, out, fetch)
         info = self.tensors[name]
         block = self._overlay[name]().to(info.dtype.torch).reshape(info.shape)
         if rows is not None:

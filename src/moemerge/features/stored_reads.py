@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from moemerge.checkpoint.quantised.tensor import FetchStored
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.runtime.ranks import Ranks, SharedReads
 from moemerge.runtime.timing import Stopwatch
@@ -60,13 +61,17 @@ class StoredReads:
             self._shared.finish(self.checkpoint.label)
 
     def read(
-        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
+        self,
+        name: str,
+        rows: tuple[int, int] | None = None,
+        out: Tensor | None = None,
+        fetch: FetchStored | None = None,
     ) -> Tensor:
-        """Read a tensor or rows of it in this process."""
+        """Read a tensor or rows of it in this process; see `Checkpoint.read`."""
         info = self.checkpoint.tensors[name]
         count = info.rows if rows is None else rows[1] - rows[0]
         self._stopwatch.aside("read", 0.0, info.stored_bytes * count // max(1, info.rows))
-        return self.checkpoint.read(name, rows, out)
+        return self.checkpoint.read(name, rows, out, fetch)
 
     def close(self) -> None:
         if self._shared is not None:

@@ -50,6 +50,10 @@ class Uploads:
         finally:
             self._free.put((lent.memory, lent.event))
 
+    def queued(self) -> contextlib.AbstractContextManager[Any]:
+        """Queue the kernels launched in this block between the copies."""
+        return torch.cuda.stream(self._stream)
+
     def copy(self, host: Tensor, target: Tensor) -> Any:
         """Queue a copy from pinned memory and return the event of its end."""
         with torch.cuda.stream(self._stream):

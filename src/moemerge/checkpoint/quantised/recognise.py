@@ -174,7 +174,8 @@ class QuantisedExperts(QuantisedInfo):
         if out is None:
             out = torch.empty(shape, dtype=self.dtype.torch)
         for one, view in self._views(out, 0 if rows is None else rows[0]):
-            view.copy_(one.read(fetch, None))
+            matrix = torch.empty(one.shape, dtype=one.dtype.torch, device=out.device)
+            view.copy_(one.read(fetch, None, matrix))
         return out
 
     def encode(

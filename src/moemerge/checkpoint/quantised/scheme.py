@@ -44,10 +44,11 @@ class Codes:
             odd = raw.numel() % 2
             pairs = torch.cat([raw, raw[:1]]) if odd else raw
             index = pairs.view(torch.int16).to(torch.int32).add_(2**15)
-            values = _pairs(self).index_select(0, index).view(torch.float32)
+            values = _pairs(self, raw.device).index_select(0, index).view(torch.float32)
             values = values[:-1] if odd else values
         else:
-            values = _pairs(self).index_select(0, raw.to(torch.int32)).view(torch.float32)
+            index = raw.to(torch.int32)
+            values = _pairs(self, raw.device).index_select(0, index).view(torch.float32)
         return values.view(rows, width)[:, :columns]
 
     def round(self, values: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ def _table(codes: Codes) -> Tensor:
 
 
 @cache
-def _pairs(codes: Codes) -> Tensor:
+def _pairs(codes: Codes, device: torch.device) -> Tensor:
     """Return the two values of every pair of adjacent codes, eight bytes per pair.
 
     A pair of bytes is read as a signed number, so the negative half comes first.
@@ -101,7 +102,7 @@ def _pairs(codes: Codes) -> Tensor:
     table, count = _table(codes), 2**codes.bits
     first, second = table.repeat(count), table.repeat_interleave(count)
     pairs = torch.stack([first, second], dim=1).view(torch.int64).view(-1)
-    return pairs.roll(2**15) if codes.bits == 8 else pairs
+    return (pairs.roll(2**15) if codes.bits == 8 else pairs).to(device)
 
 
 @cache
@@ -147,7 +148,8 @@ class ScaleBlocks:
         """
         if self.height == 1:
             return grid
-        index = torch.arange(start, stop).div_(self.height, rounding_mode="floor")
+        index = torch.arange(start, stop, device=grid.device)
+        index = index.div_(self.height, rounding_mode="floor")
         return grid.index_select(0, index - start // self.height)
 
     def spread(self, numbers: Tensor) -> Tensor:
