@@ -116,7 +116,7 @@ def floors(
     layer = attention + shape.top_k * 3 * d * shape.expert_width
     forward = 2 * (shape.layers * layer + d * shape.vocabulary) / rate  # seconds per token
     rows = 32 * args.row_tokens  # tokens of a step
-    passes = 4 if "lora" in report["settings"] else 3
+    passes = 3 if report["settings"]["lora"] is None else 4
     held_out = 0.1 * args.tokens * forward
     known = {
         "teachers": (args.tokens * forward, "their products"),

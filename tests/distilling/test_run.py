@@ -7,6 +7,7 @@ import torch
 
 import moemerge
 from calibration import cases
+from moemerge.checkpoint import CheckpointPatch
 from moemerge.distilling import run as running
 from moemerge.distilling import training
 from moemerge.errors import ConfigError, ResourceError, UsageError
@@ -159,6 +160,25 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     assert cases.weights(tmp_path / "out") == cases.weights(out)
     assert report.losses == whole.losses
     assert report.kept_step > 0
+    assert cases.leftovers(tmp_path / "out") == []
+
+
+def test_a_run_killed_while_it_writes_starts_from_its_last_state(
+    case, distilled, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.delattr(CheckpointPatch, "commit")
+        with pytest.raises(AttributeError):
+            distill(case, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    steps, step = [], running.Trainer.step
+    monkeypatch.setattr(
+        running.Trainer, "step", lambda self, n, own: steps.append(n) or step(self, n, own)
+    )
+    report = distill(case, tmp_path / "out")
+
+    assert 0 < len(steps) < report.steps
+    assert cases.weights(tmp_path / "out") == cases.weights(distilled[0])
     assert cases.leftovers(tmp_path / "out") == []
 
 

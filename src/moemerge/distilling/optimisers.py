@@ -100,9 +100,8 @@ def _update_matrices(
         update = gradient * square.rsqrt()
     size = _mean_square(update, axes).sqrt() / LARGEST_UPDATE
     scale = _mean_square(value, axes).sqrt().clamp_min(LEAST_SIZE)
-    update *= -rate * scale / size.clamp_min(1.0)
-    update += value
-    value.copy_(_rounded(update, value.dtype))
+    updated = torch.addcmul(value, update, -rate * scale / size.clamp_min(1.0))  # in float32
+    value.copy_(_rounded(updated, value.dtype))
 
 
 def _mean_square(value: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -113,9 +112,12 @@ def _mean_square(value: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round float32 to bfloat16 in place, up or down at random: in the mean it is exact."""
+    """Round float32 to bfloat16, up or down at random: in the mean it is exact.
+
+    Overwrites `value`. A bfloat16 is the upper half of a float32, the second in memory.
+    """
     if dtype != torch.bfloat16:
         return value
     bits = value.view(torch.int32)
     bits += torch.randint_like(bits, 2**16)
-    return bits.bitwise_and_(-(2**16)).view(torch.float32)
+    return bits.view(torch.bfloat16).view(*value.shape, 2)[..., 1]

@@ -6,7 +6,6 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +29,7 @@ from moemerge.features.trainable import TrainedLayout
 from moemerge.lockstep.inputs import base_notices, check_same_tokens, read_text, require_streamable
 from moemerge.lockstep.job import OpenedRepair, RepairJob, RepairRun, RepairSteps, run_repair
 from moemerge.lockstep.journal import Entry, SavedStates, mark_complete
-from moemerge.lockstep.output import PERMANENT, Output, RefusedResultError
+from moemerge.lockstep.output import Output, RefusedResultError
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.request import RepairRequest, errors_of, request_key
 from moemerge.runtime.devices import available_memory, deterministic, release_cached
@@ -50,7 +49,7 @@ DISK_RATE: Final = 1e9  # bytes per second, assumed
 # Learning rates at which the search begins.
 FIRST_RATE: Final[Mapping[OptimiserName, float]] = {"adamw": 1e-4, "adafactor": 1e-3}
 LORA_RATE: Final = 1e-3
-STUDENT: Final = "student"  # the only entry of the journal
+STUDENT: Final = "student"  # the only entry of the output
 
 DistillRequest = RepairRequest[DistillSettings]
 
@@ -189,17 +188,10 @@ class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
         stopwatch = Stopwatch(job.stream.device)
         stopwatch.count("prepare", time.perf_counter() - run.start - job.text.seconds)
         stopwatch.count("text", job.text.seconds)
-        finished = output.finished(STUDENT)
-        if finished is None:
-            run.progress.note(_estimate(job))
-            with saved_states(job) as states:
-                row, student = _distil(job, states, stopwatch, run.progress)
-                with stopwatch.span("copy from the device"):
-                    tensors = _trained(job, student)
-                output.add(Entry(STUDENT, tensors if job.request.write else {}, row))
-                output.check()  # a GPU's journal is written in the background
-                job.ranks.barrier()  # other ranks may still read the folder
-                states.finished = True
+        run.progress.note(_estimate(job))
+        states = TrainingStates(job, output)
+        row, student = _distil(job, states, stopwatch, run.progress)
+        output.hold(Entry(STUDENT, {}, row), _trained(job, student.state_dict()))
         report = _report(job, output, stopwatch, time.perf_counter() - run.start)
         if settings.strict and report.kept_step == 0:
             raise RefusedResultError(
@@ -208,10 +200,12 @@ class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
         return report
 
 
-def _trained(job: DistillJob, student: Student) -> dict[str, torch.Tensor]:
-    """Return the stored tensors with the trained values; on rank 0 alone."""
-    state = student.state_dict()
-    return dict(job.layout.written(state)) if job.ranks.leads else {}
+def _trained(
+    job: DistillJob, state: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the stored tensors with the trained values; on rank 0 alone."""
+    if job.ranks.leads:
+        yield from job.layout.written(state)
 
 
 def _distil(
@@ -276,8 +270,8 @@ def _distil(
 class TrainingStates:
     """The folder next to OUT with the teachers' distributions and the last training state."""
 
-    def __init__(self, job: DistillJob) -> None:
-        self.finished = False
+    def __init__(self, job: DistillJob, output: Output) -> None:
+        """Open the folder. It stays after an interrupt, and goes with `output`'s journal."""
         self._ranks = job.ranks
         # Writing a state of a large model takes a minute. A resumed run that starts from an older
         # state takes the same steps again.
@@ -290,6 +284,7 @@ class TrainingStates:
             self._saved = SavedStates(
                 job.request.out, job.key, replace=job.request.replaces_unfinished
             )
+            output.states = self._saved
         folder = job.ranks.broadcast_object(self._saved.folder if self._saved is not None else None)
         assert folder is not None
         self.folder: Path = folder
@@ -345,24 +340,6 @@ class TrainingStates:
         optimiser = trainer.optimiser(state.rate)
         optimiser.load_state_dict(stored["optimiser"])
         return state, optimiser
-
-    def close(self, *, keep: bool) -> None:
-        if self._saved is not None:
-            self._saved.close(keep=keep and not self.finished)
-
-
-@contextmanager
-def saved_states(job: DistillJob) -> Iterator[TrainingStates]:
-    """Open the folder of states. It stays after an interrupt, and goes after a hopeless error."""
-    states = TrainingStates(job)
-    keep = True
-    try:
-        yield states
-    except PERMANENT:
-        keep = False
-        raise
-    finally:
-        states.close(keep=keep)
 
 
 # --- checks and report --------------------------------------------------------------------------

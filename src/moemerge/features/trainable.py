@@ -123,11 +123,15 @@ class TrainedLayout:
     def written(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield stored tensors with the trained values; `state` is the model's state dict."""
         checkpoint = self._opened.checkpoint
+        # torch reuses freed pinned memory, and copies to it at the bus's full speed.
+        pinned = any(value.is_cuda for value in state.values())
         for name, moves in self._moves.items():
             info = checkpoint.tensors[name]
             whole = sum(math.prod(move.stored.shape) for move in moves) == math.prod(info.shape)
             block = (
-                torch.empty(info.shape, dtype=info.dtype.torch) if whole else checkpoint.read(name)
+                torch.empty(info.shape, dtype=info.dtype.torch, pin_memory=pinned)
+                if whole
+                else checkpoint.read(name)
             )
             for move in moves:
                 trained = move.memory.slot.take(_rows(state[move.memory.tensor], move.memory))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
+
+from torch import Tensor
 
 from moemerge.checkpoint import Checkpoint, CheckpointPatch, require_space
 from moemerge.checkpoint.patch import Quantised
@@ -18,7 +20,7 @@ from moemerge.errors import (
     NumericalError,
     UsageError,
 )
-from moemerge.lockstep.journal import Entry, Journal
+from moemerge.lockstep.journal import Entry, Journal, SavedStates
 from moemerge.runtime.process import thread_pool
 from moemerge.runtime.ranks import SINGLE, Ranks
 
@@ -40,6 +42,7 @@ class Output:
     def __init__(self) -> None:
         self.entries: Sequence[Entry] = []
         self.resumed = 0  # entries of a killed run
+        self.states: SavedStates | None = None  # of a training: not needed once OUT is complete
         self._number = 0
 
     @property
@@ -78,6 +81,13 @@ class Output:
     def add(self, entry: Entry) -> None:
         self.entries = [*self.entries, replace(entry, tensors={})]
 
+    def hold(self, entry: Entry, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Add an entry that is not stored before `write`, which takes its tensors one by one.
+
+        It is for a result as large as OUT: storing it first would take as long as writing it.
+        """
+        self.add(entry)
+
     def check(self) -> None:
         """Raise an error of the background work, if there was one."""
 
@@ -90,11 +100,23 @@ class Output:
 
     def finish(self, files: Mapping[str, bytes]) -> None:
         """Add `files` next to the weights, after all tensors were written."""
+        self._close_states(keep=False)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._close_states(keep=not _is_hopeless(error))
+
+    def _close_states(self, *, keep: bool) -> None:
+        states, self.states = self.states, None
+        if states is not None:
+            states.close(keep=keep)
+
+
+def _is_hopeless(error: BaseException | None) -> bool:
+    """Return whether the same run would fail again, so that unfinished work is of no use."""
+    return isinstance(error, PERMANENT) and not isinstance(error, RefusedResultError)
 
 
 class FollowingOutput(Output):
@@ -147,6 +169,7 @@ class PatchedOutput(Output):
         if in_background:
             self._later = thread_pool(1, "moemerge-journal")
         self._adding: Future[None] | None = None
+        self._held: Iterable[tuple[str, Tensor]] = ()
         self._others = others
         inputs = [folder for other in others for folder in other.folders]
         self._patch = CheckpointPatch(
@@ -192,6 +215,10 @@ class PatchedOutput(Output):
         else:
             self._adding = self._later.submit(self._journal.add, entry)
 
+    def hold(self, entry: Entry, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().add(entry)
+        self._held = tensors
+
     def check(self) -> None:
         self._wait()
         self._patch.poll()
@@ -207,6 +234,8 @@ class PatchedOutput(Output):
         for entry in self.entries:
             for name, tensor in entry.tensors.items():
                 self._patch.write(name, tensor)
+        for name, tensor in self._held:
+            self._patch.write(name, tensor)
         self._written = True
         return self._patch.rounding.sums
 
@@ -220,13 +249,15 @@ class PatchedOutput(Output):
             other.require_unchanged()
         self._patch.commit()
         self._journal.remove()
+        super().finish(files)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._later is not None:
             self._later.shutdown(wait=True)
         # The journal first: OUT's parents can be removed only once nothing is in them.
+        super().__exit__(kind, error, trace)
         if self._journal is not None:
-            if isinstance(error, PERMANENT) and not isinstance(error, RefusedResultError):
+            if _is_hopeless(error):
                 self._journal.remove()
             self._journal.close()
         self._patch.abort()
