@@ -26,6 +26,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import torch
+
 # Nothing of the command line: what it makes of streams and environment is looked at by tests.
 WARM = (
     "moemerge.api.jobs",
@@ -91,7 +93,8 @@ def python(
 def start(code: str, *words: str | Path, env: Mapping[str, str] | None = None) -> Process:
     """`python -c CODE WORDS`, begun."""
     variables = dict(os.environ if env is None else env)
-    if sys.platform != "linux":
+    # On a machine with a GPU, importing torch starts threads.
+    if sys.platform != "linux" or torch.cuda.is_available():
         command = [sys.executable, "-c", code, *map(str, words)]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=variables)

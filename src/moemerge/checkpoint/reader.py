@@ -128,18 +128,18 @@ class Checkpoint(Mapping[str, "Tensor"]):
         name: str,
         rows: tuple[int, int] | None = None,
         out: Tensor | None = None,
-        fetch: FetchStored | None = None,
+        codes: FetchStored | None = None,
     ) -> Tensor:
         """Read a tensor, or the rows [start, stop) of its leading axis, into new memory.
 
         `out`, a contiguous CPU tensor of the result's shape and dtype, avoids the allocation. For a
-        quantised tensor it may be on a GPU; `fetch` then reads stored parts to there.
+        quantised tensor it may be on a GPU; `codes` then reads codes to there.
         """
         info = self.tensors.get(name)
         if not isinstance(info, QuantisedInfo):
             return self.file_of(name).read(name, rows, out)
         try:
-            return info.read(fetch or self.stored, rows, out)
+            return info.read(self.stored, rows, out, codes)
         except CheckpointError as error:
             raise CheckpointError(f"{self.label}: {error.message}", hint=error.hint) from error
 
@@ -310,11 +310,11 @@ class AdaptedCheckpoint(Checkpoint):
         name: str,
         rows: tuple[int, int] | None = None,
         out: Tensor | None = None,
-        fetch: FetchStored | None = None,
+        codes: FetchStored | None = None,
     ) -> Tensor:
         read = super().read
         if not self._changes.touches(name):
-            return read(name, rows, out, fetch)
+            return read(name, rows, out, codes)
         block = self._changes.read(name, rows, lambda: read(name, rows))
         return block if out is None else out.copy_(block)
 
@@ -387,10 +387,10 @@ class OverlaidCheckpoint(Checkpoint):
         name: str,
         rows: tuple[int, int] | None = None,
         out: Tensor | None = None,
-        fetch: FetchStored | None = None,
+        codes: FetchStored | None = None,
     ) -> Tensor:
         if name not in self._overlay:
-            return self._base.read(name, rows, out, fetch)
+            return self._base.read(name, rows, out, codes)
         info = self.tensors[name]
         block = self._overlay[name]().to(info.dtype.torch).reshape(info.shape)
         if rows is not None:

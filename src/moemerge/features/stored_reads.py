@@ -65,13 +65,13 @@ class StoredReads:
         name: str,
         rows: tuple[int, int] | None = None,
         out: Tensor | None = None,
-        fetch: FetchStored | None = None,
+        codes: FetchStored | None = None,
     ) -> Tensor:
         """Read a tensor or rows of it in this process; see `Checkpoint.read`."""
         info = self.checkpoint.tensors[name]
         count = info.rows if rows is None else rows[1] - rows[0]
         self._stopwatch.aside("read", 0.0, info.stored_bytes * count // max(1, info.rows))
-        return self.checkpoint.read(name, rows, out, fetch)
+        return self.checkpoint.read(name, rows, out, codes)
 
     def close(self) -> None:
         if self._shared is not None:

@@ -251,7 +251,7 @@ class Weights:
             return
         if self._decodes_there(piece):
             with self._uploads.queued():
-                self.stored.read(piece.name, piece.rows, piece.slot, self._upload)
+                self.stored.read(piece.name, piece.rows, piece.slot, self._codes)
             return
         with self._uploads.buffer() as pinned:
             host = pinned.like(piece.slot)
@@ -264,8 +264,8 @@ class Weights:
         fits = isinstance(info, QuantisedInfo) and info.dtype.torch == piece.slot.dtype
         return fits and not self.stored.in_order
 
-    def _upload(self, name: str, rows: tuple[int, int] | None) -> Tensor:
-        """Read a part of a quantised tensor to the device."""
+    def _codes(self, name: str, rows: tuple[int, int] | None) -> Tensor:
+        """Read codes of a quantised tensor to the device."""
         assert self._uploads is not None
         info = self.checkpoint.stored_info(name)
         assert info is not None

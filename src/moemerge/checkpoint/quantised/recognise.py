@@ -169,13 +169,19 @@ class QuantisedExperts(QuantisedInfo):
     def kept(self) -> tuple[TensorInfo, ...]:
         return tuple(part for expert in self.members for one in expert for part in one.kept)
 
-    def read(self, fetch: FetchStored, rows: RowRange | None, out: Tensor | None = None) -> Tensor:
+    def read(
+        self,
+        fetch: FetchStored,
+        rows: RowRange | None,
+        out: Tensor | None = None,
+        codes: FetchStored | None = None,
+    ) -> Tensor:
         shape = self.block_shape(rows)
         if out is None:
             out = torch.empty(shape, dtype=self.dtype.torch)
         for one, view in self._views(out, 0 if rows is None else rows[0]):
             matrix = torch.empty(one.shape, dtype=one.dtype.torch, device=out.device)
-            view.copy_(one.read(fetch, None, matrix))
+            view.copy_(one.read(fetch, None, matrix, codes))
         return out
 
     def encode(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Elements that are decoded or encoded at once; in float32 they fit into a core's cache. A GPU is
 # faster with more.
 _BAND: Final = 2**18
-_GPU_BAND: Final = 2**22
+_GPU_BAND: Final = 2**23
 _WORD_BITS: Final = 32
 
 RowRange = tuple[int, int]
@@ -111,31 +111,43 @@ class QuantisedInfo(TensorInfo):
 
     # --- reading ---
 
-    def read(self, fetch: FetchStored, rows: RowRange | None, out: Tensor | None = None) -> Tensor:
+    def read(
+        self,
+        fetch: FetchStored,
+        rows: RowRange | None,
+        out: Tensor | None = None,
+        codes: FetchStored | None = None,
+    ) -> Tensor:
         """Read the tensor, or rows of its leading axis, in its dtype.
 
-        It is decoded on the device of `out`, where `fetch` must put the stored parts.
+        If `out` is on a GPU, so is what `codes` returns, and it is decoded there.
         """
         shape = self.block_shape(rows)
         start, stop = rows if rows is not None else (0, self.rows)
         if out is None:
             out = torch.empty(shape, dtype=self.dtype.torch)
-        for matrix, begin, target in self._matrices(fetch, start, stop, out):
+        for matrix, begin, target in self._matrices(fetch, start, stop, out, codes):
             size = _BAND if out.device.type == "cpu" else _GPU_BAND
             for first, last in _bands(begin, begin + len(target), self.matrix[1], 1, size):
                 target[first - begin : last - begin] = matrix.decode(first, last)
         return out
 
     def _matrices(
-        self, fetch: FetchStored, start: int, stop: int, block: Tensor
+        self,
+        fetch: FetchStored,
+        start: int,
+        stop: int,
+        block: Tensor,
+        codes: FetchStored | None = None,
     ) -> Iterator[tuple[_Matrix, int, Tensor]]:
         """Yield each matrix, its first row, and the (out, in) view of its rows in `block`."""
+        codes = codes or fetch
         if not self.stacked:
-            yield _Matrix(self, fetch), start, block
+            yield _Matrix(self, fetch, codes), start, block
             return
         for expert in range(start, stop):
             view = block[expert - start]
-            yield _Matrix(self, fetch, expert), 0, view.T if self.transposed else view
+            yield _Matrix(self, fetch, codes, expert), 0, view.T if self.transposed else view
 
     # --- writing ---
 
@@ -198,14 +210,16 @@ class _Matrix:
 
     info: QuantisedInfo
     fetch: FetchStored
+    fetch_codes: FetchStored
     expert: int | None = None
     _read: dict[str, Tensor] = field(default_factory=dict)  # an expert's parts, each read once
 
     def _part(self, part: TensorInfo, rows: RowRange | None) -> Tensor:
+        fetch = self.fetch_codes if part is self.info.codes else self.fetch
         if self.expert is None:
-            return self.fetch(part.name, rows)
+            return fetch(part.name, rows)
         if part.name not in self._read:
-            self._read[part.name] = self.fetch(part.name, (self.expert, self.expert + 1))[0]
+            self._read[part.name] = fetch(part.name, (self.expert, self.expert + 1))[0]
         whole = self._read[part.name]
         return whole if rows is None else whole[rows[0] : rows[1]]
 
@@ -217,11 +231,14 @@ class _Matrix:
         info, blocks = self.info, self.info.blocks
         stored = self._part(info.codes, (start, stop))
         values = info.scheme.codes.decode(stored.reshape(stop - start, -1), blocks.columns)
-        grid = self.grid(start, stop)
-        scales = blocks.for_rows(grid.scale, start, stop)
-        zeros = None if grid.zero is None else blocks.for_rows(grid.zero, start, stop)
+        grid, device = self.grid(start, stop), values.device
+        scales = blocks.for_rows(grid.scale.to(device), start, stop)
+        zeros = None
+        if grid.zero is not None:
+            zeros = blocks.for_rows(grid.zero.to(device), start, stop)
         order = self.order()
         if order is not None:
+            order = order.to(device)
             zeros = None if zeros is None else zeros.index_select(1, order)
             return (values if zeros is None else values - zeros) * scales.index_select(1, order)
         if zeros is not None:
