@@ -1,16 +1,19 @@
 """A whole distillation: the written weights, the report, refusals and resumed runs."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 import moemerge
+import zoo
 from calibration import cases
 from moemerge.checkpoint import CheckpointPatch
 from moemerge.distilling import run as running
 from moemerge.distilling import training
-from moemerge.errors import ConfigError, ResourceError, UsageError
+from moemerge.errors import ArchitectureError, ConfigError, ResourceError, UsageError
 
 FAST = {
     "device": "cpu",
@@ -196,6 +199,15 @@ def test_what_is_refused(case, tmp_path):
     with pytest.raises(UsageError, match="no data"):
         distill(case, tmp_path / "out", data={"math": case.data["math"]})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_class_without_a_head_is_refused(case, tmp_path):
+    headless = shutil.copytree(case.merged, tmp_path / "headless")
+    zoo.edit_config(headless, architectures=["OlmoeModel"])
+    for models in ({"merged": headless}, {"sources": {**case.sources, "code": headless}}):
+        with pytest.raises(ArchitectureError, match="OlmoeModel, which computes no logits"):
+            distill(replace(case, **models), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [headless]
 
 
 def test_too_little_memory_is_refused(case, tmp_path, monkeypatch):

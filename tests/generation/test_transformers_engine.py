@@ -1,5 +1,7 @@
 """The embedded engine against the simplest twin: the whole text through the model, each step."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -8,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import quantised_zoo as qz
 import zoo
 from moemerge.config.faults import parse_settings
-from moemerge.errors import NumericalError, ResourceError
+from moemerge.errors import CheckpointError, NumericalError, ResourceError
 from moemerge.generation import transformers_engine
 from moemerge.generation.drawing import draw, signed, uniform
 from moemerge.generation.engine import CompletionRequest, Finish
@@ -70,6 +72,14 @@ def test_completions_are_those_of_the_whole_text(with_tokenizer, numbers, family
     ends = end_tokens(model, numbers, folder)
     for w in wanted(samples):
         assert answers[w.prompt, w.sample] == twin(model, ends, given, w), (w.prompt, w.sample)
+
+
+def test_a_generation_config_that_is_no_file_is_refused(with_tokenizer, numbers, tmp_path):
+    folder = shutil.copytree(with_tokenizer("olmoe"), tmp_path / "model")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "generation_config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        generated(folder, numbers, settings(), wanted())
 
 
 def test_neighbours_order_and_the_size_of_a_batch_change_nothing(with_tokenizer, numbers):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import moemerge
@@ -14,7 +15,13 @@ import zoo
 from calibration import cases
 from collecting.direct import whole_model
 from moemerge.cli.app import app
-from moemerge.errors import ArchitectureError, ConfigError, DataError, UsageError
+from moemerge.errors import (
+    ArchitectureError,
+    ConfigError,
+    DataError,
+    NumericalError,
+    UsageError,
+)
 from moemerge.experiments.plan import plan_study
 from moemerge.experiments.study_bench import StudyBench
 from moemerge.experiments.study_file import load_study
@@ -324,6 +331,20 @@ def test_bad_input_writes_nothing(base, data, zoo_folder, tmp_path):
     refused(jetmoe, out, ArchitectureError, "several routers", data=data)
     options = {"data": data, "sources": {"text": zoo_folder("qwen3_moe")}, "repair": "refit"}
     refused(base, out, ArchitectureError, "'qwen3_moe', but .* is 'olmoe'", **options)
+
+
+def test_large_outputs_have_scores_and_infinite_ones_are_refused(base, data, tmp_path):
+    for factor in (1e11, 1e30):
+        model = shutil.copytree(base, tmp_path / f"{factor:.0e}")
+        tensors = zoo.tensors(model)
+        for name in ("up_proj", "down_proj"):
+            tensors[f"model.layers.0.mlp.experts.3.{name}.weight"] *= factor
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    out = tmp_path / "out"
+    report = moemerge.prune(tmp_path / "1e+11", out, data=data, keep=0.75, **CPU)
+    scores = report.pruning.scores["0"]
+    assert max(scores) == scores[3] > 1e19
+    refused(model, tmp_path / "other", NumericalError, "layer 0", data=data, keep=0.75)
 
 
 def test_the_command(base, data, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -60,6 +61,17 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         routers=routers,
         passed_over=passed,
     )
+
+
+def require_logits(model: PreTrainedModel, label: str) -> None:
+    """Refuse a decoder without an output head."""
+    head: Any = model.get_output_embeddings  # untyped in transformers
+    if not anatomy(model).owner and head() is None:
+        raise ArchitectureError(
+            f"{label}: config.json's `architectures` names {type(model).__name__}, which computes "
+            "no logits",
+            hint="name the class of the causal language model there",
+        )
 
 
 def _router_paths(model: PreTrainedModel) -> list[str]:

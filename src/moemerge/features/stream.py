@@ -38,7 +38,7 @@ from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.features.fused import fuse
 from moemerge.features.input_hooks import InputHooks, find_input_hooks
 from moemerge.features.loading import NameMap, build_skeleton
-from moemerge.features.routers import Anatomy, anatomy, names_outside_layers
+from moemerge.features.routers import Anatomy, anatomy, names_outside_layers, require_logits
 from moemerge.features.settings import (
     MemoryEstimate,
     StreamSettings,
@@ -92,6 +92,8 @@ class ModelStream:
         self._on_output = on_output
         self._progress = progress or Silent()
         whole = on_output is not None and output == "logits"
+        if whole:
+            require_logits(self.model, checkpoint.label)
         self._runs = self.model if whole else self.model.get_submodule(self.anatomy.owner)
         self.stopwatch = stopwatch or Stopwatch(self.device)
         self.weights = Weights(

@@ -20,7 +20,7 @@ from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import Role, Unit
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.loading import build_skeleton, loaded_architecture
-from moemerge.features.routers import anatomy
+from moemerge.features.routers import anatomy, require_logits
 from moemerge.features.weights import Weights
 
 CPU = torch.device("cpu")
@@ -62,6 +62,7 @@ class TrainedLayout:
     ) -> None:
         self._opened = opened
         skeleton, self.in_memory = loaded_architecture(opened.checkpoint)
+        require_logits(skeleton, opened.label)
         wanted = frozenset(Role) - UNTRAINED if only is None else PART_ROLES[only]
         if adapted:
             wanted &= ADAPTED

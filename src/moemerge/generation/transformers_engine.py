@@ -44,6 +44,7 @@ from moemerge.generation.engine import Completion, CompletionRequest, Finish, cu
 from moemerge.generation.settings import GenerationSettings
 from moemerge.runtime.devices import available_memory, resolve_device
 from moemerge.runtime.dtypes import parse_dtype
+from moemerge.runtime.files import read_object
 from moemerge.runtime.progress import Progress
 
 
@@ -243,7 +244,7 @@ def end_tokens(
     """Return all end tokens of the generation config, the config and the tokenizer."""
     named: list[Any] = [model.config.get_text_config().eos_token_id, tokenizer.eos_token_id]
     if os.path.exists(folder / "generation_config.json"):
-        named.append(GenerationConfig.from_pretrained(str(folder)).eos_token_id)
+        named.append(read_object(folder / "generation_config.json").get("eos_token_id"))
     ends: set[int] = set()
     for value in named:
         ends.update(value if isinstance(value, list | tuple) else [value])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.opened import OpenModel
-from moemerge.errors import ArchitectureError
+from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.input_hooks import ExpertsHook, ExpertView
 from moemerge.features.settings import MemoryEstimate, StreamSettings
 from moemerge.features.spill import Offload
@@ -97,13 +97,13 @@ class LayerSums:
             out, gates = _output(module, expert, inputs), flat.index_select(0, places).double()
             self.sums[0, expert] += len(places)
             self.sums[1, expert] += gates.sum()
-            self.sums[2, expert] += (gates * out.norm(dim=1).double()).sum()
+            self.sums[2, expert] += (gates * _lengths(out)).sum()
             if self.distances is None:
                 continue
             some = slice(0, self.quota)
             self.sampled[expert] += len(gates[some])
             for other in range(experts):
-                gap = (out[some] - _output(module, other, inputs[some])).norm(dim=1).double()
+                gap = _lengths(out[some] - _output(module, other, inputs[some]))
                 self.distances[expert, other] += (gates[some] * gap).sum()
 
     def scores(self) -> LayerScores:
@@ -120,6 +120,12 @@ def _output(module: Any, expert: int, x: Tensor) -> Tensor:
     view = ExpertView(module, expert)
     out = view.finish(view.down(view.mid(view.pre(x))))
     return out if out.dtype == torch.float64 else out.float()
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    """Return the norm of each row; in float64, since squares of large numbers overflow."""
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return lengths
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,11 @@ def score_experts(
                 with torch.no_grad():
                     sums.add(module, *arrival.given[:3])
             scores[stop.layer] = sums.scores()
+            if not bool(scores[stop.layer].of(score).isfinite().all()):
+                raise NumericalError(
+                    f"layer {stop.layer}: the outputs of experts are infinite or NaN",
+                    hint='try `dtype="float32"`; if that fails too, the model is damaged',
+                )
         memory = process_bytes(opened.memory, need.extra)
         return ScoredExperts(scores, stream.memory.offload, memory, stream.stopwatch)
 
