@@ -245,7 +245,6 @@ def show(
     rates: dict[str, float],
 ) -> None:
     timings, estimate = report["timings"], Estimate.of(shape)
-    measured = report["imported"] + timings["solved"]
     on_paper = getattr(estimate, name)(args.tokens)
     read = report["bytes_read"] or {}
     floors = {"read": (read.get("files") or 0) / rates["read"]}
@@ -253,7 +252,8 @@ def show(
     say(
         name,
         tokens=args.tokens,
-        seconds=measured,  # from the process's start to the last layer
+        seconds=timings["solved"],  # from the run's start to the last layer
+        imported=report["imported"],
         ended=report["ended"],
         by_part=timings["seconds"],
         beside=timings["beside"],
@@ -267,7 +267,7 @@ def show(
         host_peak_rss=report["peak_rss"],
         host_used=used,
         paper_seconds=on_paper,
-        paper_error=on_paper / measured - 1,
+        paper_error=on_paper / timings["solved"] - 1,
         notices=len(report["notices"]),
     )
 

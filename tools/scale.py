@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,9 @@ MEASURED = {
     "qwen3-30b-a3b": Shape(
         "qwen3_moe", 48, 2048, 128, 8, 768, 32, 151936, kv_heads=4, head_dim=128
     ),
+    "deepseek-v3, two layers": replace(
+        SHAPES["deepseek-v3"], layers=2, dense_layers=0, extra_layers=0, vocabulary=8192
+    ),
 }
 
 
@@ -244,6 +247,10 @@ def make_holes(shape: Shape, folder: Path) -> None:
 
 # --- estimates ------------------------------------------------------------------------------------
 
+GPU_BYTES = 133e9  # of an H200, as far as a job uses them
+# Of a refit: states of a token per unit of width, and the sums of its maps per width².
+STATE_BYTES = 24
+SUM_BYTES = 580
 RATES = Path(__file__).parents[1] / "docs" / "data" / "scale.json"
 GB = 10**9
 
@@ -301,7 +308,10 @@ class Estimate:
         return read + flops / self.rates["calibrate_flops"] / gpus
 
     def refit(self, tokens: int, gpus: int = 1) -> float:
-        """Return the seconds of a refit of all maps. Reading three models overlaps computing."""
+        """Return the seconds of a refit of all maps.
+
+        Reading three models overlaps computing if a GPU can hold two layers of each.
+        """
         shape, rates = self.shape, self.rates
         forward = 3 * 2 * self.size.active * tokens / rates["refit_forward_flops"]
         experts = self.size.moe_layers * shape.experts
@@ -313,7 +323,15 @@ class Estimate:
         layers = shape.layers * rates["refit_layer_seconds"]
         read = 3 * self.size.stored / rates["read_bytes_per_second"]
         start = rates["refit_start_seconds"] + rates["refit_seconds_per_gb"] * self.size.stored / GB
-        return start + max(read, (forward + solve + layers) / gpus)
+        work = (forward + solve + layers) / gpus
+        overlaps = self.refit_bytes(tokens, gpus, layers=2) < GPU_BYTES
+        return start + (max(read, work) if overlaps else read + work)
+
+    def refit_bytes(self, tokens: int, gpus: int = 1, *, layers: int = 1) -> float:
+        """Return the memory of a GPU that holds these layers of three models in bf16."""
+        width = self.shape.hidden
+        weights = layers * 3 * self.size.plain / self.shape.layers
+        return weights + STATE_BYTES * tokens / gpus * width + SUM_BYTES * width**2
 
     @property
     def layer_bytes(self) -> int:
@@ -338,8 +356,12 @@ def estimates() -> Iterator[list[str]]:
             _minutes(e.merge("ties", 16, MERGE_DISK)),
             _minutes(e.calibrate(TOKENS)),
             _minutes(e.calibrate(TOKENS, 8)),
-            _minutes(e.refit(TOKENS)),
-            _minutes(e.refit(TOKENS, 8)),
+            *(
+                _minutes(e.refit(TOKENS, gpus))
+                if e.refit_bytes(TOKENS, gpus) < GPU_BYTES
+                else "too large"
+                for gpus in (1, 8)
+            ),
             f"{e.layer_bytes / GB:.1f}",
         ]
 
