@@ -873,6 +873,7 @@ def file_of_benchmarks() -> str:
         *(f"methods-{group}" for group in GROUPS),
         "merge-gpu",
         "refit-parts",
+        "distill-step",
         "layers",
         "compose",
         "diagnose",
