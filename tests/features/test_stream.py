@@ -339,55 +339,38 @@ def _enlarge(prefix):
     return change
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.1.self_attn.v_proj"])
-def test_nan_names_the_tensor(name, zoo_folder, batch_threads, tmp_path):
-    poison = _poison(f"{name}.weight")
-    checkpoint = reference.changed(zoo_folder("olmoe"), tmp_path / "nan", poison)
-    with (
-        RouterStream(checkpoint, reference.batches()) as stream,
-        pytest.raises(NumericalError, match=f"{name}.weight holds NaN or infinity"),
-    ):
-        list(stream)
-    assert not batch_threads()
+def _delete(name):
+    return lambda tensors: tensors.pop(name)
+
+
+LAST = "model.layers.2.mlp.experts.{}.down_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("name", "where"),
+    ("change", "name", "error", "words"),
     [
-        ("model.layers.1.self_attn", "in layer 1, before its router"),
-        ("model.layers.1.mlp.experts.0", "in the output of layer 1"),
+        (_poison, "model.embed_tokens.weight", NumericalError, "{} holds NaN or infinity"),
+        (_poison, "model.layers.1.self_attn.v_proj.weight", NumericalError, "{} holds NaN"),
+        # The last layer's experts are not run where nobody asks for the output.
+        (_poison, LAST.format(0), NumericalError, "{} holds NaN"),
+        (_poison, LAST.format(7), NumericalError, "{} holds NaN"),
+        (_enlarge, "model.layers.1.self_attn", NumericalError,
+         "in layer 1, before its router, domain code, math"),
+        (_enlarge, "model.layers.1.mlp.experts.0", NumericalError,
+         "in the output of layer 1, domain code, math"),
+        (_delete, "model.layers.1.self_attn.q_proj.weight", CheckpointError, "{}"),
+        (_delete, "model.norm.weight", CheckpointError, "{}"),
     ],
-)
-def test_an_overflow_names_layer_and_domain(name, where, zoo_folder, batch_threads, tmp_path):
-    checkpoint = reference.changed(zoo_folder("olmoe"), tmp_path / "large", _enlarge(name))
+)  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"on_output": lambda batch, value: None}])
+def test_damage_is_named(change, name, error, words, options, zoo_folder, batch_threads, tmp_path):
+    checkpoint = reference.changed(zoo_folder("olmoe"), tmp_path / "damaged", change(name))
     with (
-        RouterStream(checkpoint, reference.batches()) as stream,
-        pytest.raises(NumericalError, match=f"{where}, domain code, math"),
+        RouterStream(checkpoint, reference.batches(), **options) as stream,
+        pytest.raises(error, match=words.format(re.escape(name))),
     ):
         list(stream)
     assert not batch_threads()
-
-
-def test_nan_in_the_last_layer_is_met_where_the_output_is_used(zoo_folder, tmp_path):
-    poison = _poison("model.layers.2.mlp.experts.0.down_proj.weight")
-    checkpoint = reference.changed(zoo_folder("olmoe"), tmp_path / "nan", poison)
-    with (
-        RouterStream(checkpoint, reference.batches(), on_output=lambda b, v: None) as stream,
-        pytest.raises(NumericalError, match=r"experts\.0\.down_proj\.weight holds NaN"),
-    ):
-        list(stream)
-
-
-@pytest.mark.parametrize("expert", [0, 7])
-def test_nan_after_the_last_stop_is_not_overlooked(expert, zoo_folder, tmp_path):
-    """The last layer's experts are not run where nobody asks for the output."""
-    name = f"model.layers.2.mlp.experts.{expert}.down_proj.weight"
-    checkpoint = reference.changed(zoo_folder("olmoe"), tmp_path / "nan", _poison(name))
-    with (
-        RouterStream(checkpoint, reference.batches()) as stream,
-        pytest.raises(NumericalError, match=f"{re.escape(name)} holds NaN"),
-    ):
-        list(stream)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4), (2, 3, 2, 4), (6, 4)])
@@ -401,20 +384,6 @@ def test_only_real_tokens_must_be_finite(shape):
     assert not bool(finite(value.reshape(shape), batch, None))
     value[3] = torch.inf
     assert not bool(finite(value.reshape(shape), batch, real))
-
-
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "model.norm.weight"])
-def test_missing_tensor_is_named(name, zoo_folder, batch_threads, tmp_path):
-    def change(tensors):
-        del tensors[name]
-
-    checkpoint = reference.changed(zoo_folder("olmoe"), tmp_path / "missing", change)
-    with (
-        RouterStream(checkpoint, reference.batches()) as stream,
-        pytest.raises(CheckpointError, match=name),
-    ):
-        list(stream)
-    assert not batch_threads()
 
 
 def test_unknown_token_is_refused(zoo_folder):
