@@ -18,6 +18,7 @@ from typing import Any
 
 import moemerge
 from evidence.finetuning import finetune
+from evidence.similar import groups_of_experts
 from moemerge.pruning.settings import ExpertScore
 from moemerge.testbed import bundled_set
 from moemerge.testbed.demo import PROBLEMS, accuracy, draw_test_problems, one_thread
@@ -33,6 +34,7 @@ DRAWS = (0, 1, 2)  # of the rows
 ROWS = 512
 AMOUNTS = (32, 128, 1000)  # other numbers of rows
 GENERAL = 64  # rows of the other domain, for which the original is one more source
+COMPARED_ROWS = 128  # on which outputs of experts are compared
 STEPS = 40  # of fine-tuning on the same rows, in batches of 128
 RATES = (3e-4, 1e-3)
 
@@ -58,6 +60,9 @@ def cells() -> Iterator[Cell]:
             yield from (Cell(domain, kept, score) for score in ("norm", "frequency"))
     for rows in AMOUNTS:
         yield from (Cell(domain, 16, "reap", "refit", 0, rows) for domain in DOMAINS)
+    for domain in DOMAINS:
+        for kept in COMPARED:
+            yield from (Cell(domain, kept, "reap", f"{r}, grouped") for r in ("calibrate", "refit"))
     tuned = [f"tune {rate:g}" for rate in RATES]
     for draw in DRAWS:
         for kept in COMPARED:
@@ -117,7 +122,22 @@ def make(cell: Cell, folder: Path, device: str) -> Path:
     if cell.repair in ("none", "calibrate", "refit", "gradient"):
         moemerge.prune(model, out, data=data, **{**options, "repair": cell.repair})
         return out
-    moemerge.prune(model, folder / "pruned", data=data, **options)
+    report = moemerge.prune(model, folder / "pruned", data=data, **options)
+    if cell.repair.endswith("grouped"):
+        some = data[cell.domain].read_text().splitlines()[:COMPARED_ROWS]
+        groups = groups_of_experts(
+            model, report.pruning.kept, [json.loads(line)["text"] for line in some]
+        )
+        experts = folder / "experts.json"
+        experts.write_text(json.dumps(groups))
+        shared |= {"sources": {cell.domain: model}, "data": data}
+        shared |= {"experts": {cell.domain: experts}}
+        if cell.repair == "refit, grouped":
+            moemerge.refit(folder / "pruned", out, **shared)
+        else:
+            exact: dict[str, Any] = {"targets": "source-features", "objective": "exact"}
+            moemerge.calibrate(folder / "pruned", out, **shared, **exact)
+        return out
     if cell.repair == "refit, general":
         other = DOMAINS[cell.domain]
         texts = {**data, other: _first_rows(trained.data[other], folder / "general.jsonl")}
