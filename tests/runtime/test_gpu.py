@@ -5,8 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from moemerge.runtime.devices import OwnStream
-from moemerge.runtime.gpu import deterministic
+from moemerge.runtime.devices import OwnStream, deterministic
 
 
 def state():

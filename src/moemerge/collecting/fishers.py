@@ -37,8 +37,7 @@ from moemerge.features.input_hooks import (
 )
 from moemerge.features.tokens import as_sequences, real_tokens
 from moemerge.features.weights import Weights
-from moemerge.runtime.devices import attention_without_plans, is_out_of_memory
-from moemerge.runtime.gpu import deterministic
+from moemerge.runtime.devices import attention_without_plans, deterministic, is_out_of_memory
 from moemerge.runtime.process import give_back_freed_memory
 from moemerge.runtime.progress import Progress
 from moemerge.statistics import StatisticsWriter

@@ -1,15 +1,13 @@
-"""CUDA streams, graphs and settings: overlapped copies, recorded steps, determinism."""
+"""CUDA streams and graphs: overlapped copies, recorded steps."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.utils.deterministic
 from torch import Tensor
 
 # Large enough for copies at the bus's full speed, small enough that a few pin little memory.
@@ -198,27 +196,3 @@ class RecordedStep:
         """Wait until all steps so far are done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-@contextlib.contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
-    """Use deterministic algorithms inside the block, for operations that have one."""
-    if device.type != "cuda":
-        yield
-        return
-    settings: Any = torch.utils.deterministic
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    filled = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor
-    try:
-        with warnings.catch_warnings():
-            # The warning about cuBLAS concerns several streams; only one is used here.
-            warnings.filterwarnings("ignore", message=".*determinis")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        settings.fill_uninitialized_memory = filled
