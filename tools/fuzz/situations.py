@@ -109,7 +109,8 @@ def output_is_an_input(folder: Path, rng: random.Random) -> list[str]:
 
 def inputs_of(name: str, folder: Path) -> list[str]:
     """Return the files and folders that a command reads, and files in these folders."""
-    words = {word for part in COMMANDS[name] for word in re.split("[=+]", part)}
+    # In NAME=FILE the name is a label, even if a folder is called so.
+    words = {word for part in COMMANDS[name] for word in part.rpartition("=")[2].split("+")}
     configs = [word for word in words if word.endswith(".yml")]
     for config in configs:
         words |= set(re.findall(r"[\w.]+", (folder / config).read_text()))
