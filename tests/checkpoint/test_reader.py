@@ -142,12 +142,10 @@ def test_single_file_beside_an_index_is_ambiguous(make_folder):
 
 def test_config_missing_and_invalid(make_folder):
     folder = make_folder()
-    (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config.json is not valid JSON"):
-        Checkpoint.open(folder)
-    (folder / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"config.json holds a JSON list"):
-        Checkpoint.open(folder)
+    for text, words in (("{", "is not valid JSON"), ("[]", "holds a JSON list")):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=f"config.json {words}"):
+            Checkpoint.open(folder)
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config.json is missing"):
         Checkpoint.open(folder)

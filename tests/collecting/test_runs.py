@@ -197,12 +197,10 @@ def test_what_is_refused_before_the_model_is_read(model_folder, collect, text, t
     def request(*data):
         return CollectRequest(olmoe, tmp_path / "a", data, CollectingSettings(device="cpu"))
 
-    with pytest.raises(DataError, match="no text"):
-        run_collect(request(), Silent())
-    with pytest.raises(DataError, match="unknown kind"):
-        run_collect(request("words.txt"), Silent())
-    with pytest.raises(DataError, match="no such file"):
-        run_collect(request("words.jsonl"), Silent())
+    bad = {(): "no text", ("words.txt",): "unknown kind", ("words.jsonl",): "no such file"}
+    for data, words in bad.items():
+        with pytest.raises(DataError, match=words):
+            run_collect(request(*data), Silent())
 
 
 @pytest.mark.parametrize("kind", KINDS)

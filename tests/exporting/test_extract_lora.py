@@ -121,14 +121,14 @@ def test_only_what_changed_is_in_the_adapter(zoo_folder, tmp_path):
 def test_what_cannot_be_extracted_is_refused(pair, zoo_folder, tmp_path):
     tuned, base = pair
     out = tmp_path / "lora"
-    with pytest.raises(CheckpointError, match="do not differ"):
-        moemerge.extract_lora(base, base, out)
-    with pytest.raises(ArchitectureError, match="is 'mixtral'"):
-        moemerge.extract_lora(zoo_folder("mixtral"), base, out)
-    with pytest.raises(CheckpointError, match="expected"):
-        moemerge.extract_lora(tuned, zoo_folder("olmoe", hidden_size=16), out)
-    with pytest.raises(CheckpointError, match="has 3 layers, but"):
-        moemerge.extract_lora(tuned, zoo_folder("olmoe", num_hidden_layers=1), out)
+    for error, words, *models in (
+        (CheckpointError, "do not differ", base, base),
+        (ArchitectureError, "is 'mixtral'", zoo_folder("mixtral"), base),
+        (CheckpointError, "expected", tuned, zoo_folder("olmoe", hidden_size=16)),
+        (CheckpointError, "has 3 layers, but", tuned, zoo_folder("olmoe", num_hidden_layers=1)),
+    ):
+        with pytest.raises(error, match=words):
+            moemerge.extract_lora(*models, out)
     with zoo.edited(tuned) as values:
         values["lm_head.weight"][0, 0] = torch.nan
     with pytest.raises(NumericalError, match="lm_head"):

@@ -324,10 +324,7 @@ def test_failure_in_a_batch_names_layer_and_domain(zoo_folder, batch_threads):
 
 
 def _poison(name):
-    def change(tensors):
-        tensors[name].fill_(torch.nan)
-
-    return change
+    return lambda tensors: tensors[name].fill_(torch.nan)
 
 
 def _enlarge(prefix):

@@ -103,12 +103,14 @@ def test_bad_files_are_named_with_their_row(content, message, tmp_path, chat):
 
 
 def test_missing_and_unknown_files(tmp_path, plain):
-    with pytest.raises(DataError, match="no such file"):
-        load_domain("math", tmp_path / "a.jsonl", plain)
-    with pytest.raises(DataError, match=r"unknown kind '\.csv'"):
-        load_domain("math", tmp_path / "a.csv", plain)
-    with pytest.raises(DataError, match="is a folder, expected a file"):
-        load_domain("math", tmp_path, plain)
+    bad = {
+        "a.jsonl": "no such file",
+        "a.csv": r"unknown kind '\.csv'",
+        ".": "is a folder, expected",
+    }
+    for name, words in bad.items():
+        with pytest.raises(DataError, match=words):
+            load_domain("math", tmp_path / name, plain)
     with pytest.raises(DataError, match="no calibration text"):
         load_domains({}, plain)
 
