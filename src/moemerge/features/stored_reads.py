@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from moemerge.checkpoint.quantised.tensor import FetchStored
+from moemerge.checkpoint.quantised.tensor import FetchStored, QuantisedInfo
 from moemerge.checkpoint.reader import Checkpoint
+from moemerge.runtime.gpu import Uploads
 from moemerge.runtime.ranks import Ranks, SharedReads
 from moemerge.runtime.timing import Stopwatch
 
@@ -72,6 +73,30 @@ class StoredReads:
         count = info.rows if rows is None else rows[1] - rows[0]
         self._stopwatch.aside("read", 0.0, info.stored_bytes * count // max(1, info.rows))
         return self.checkpoint.read(name, rows, out, codes)
+
+    def decodes_on_device(self, name: str, slot: Tensor) -> bool:
+        """Return whether `decode` can fill `slot`. Ranks that share reads send decoded tensors."""
+        info = self.checkpoint.tensors[name]
+        fits = isinstance(info, QuantisedInfo) and info.dtype.torch == slot.dtype
+        return fits and self._shared is None
+
+    def decode(
+        self, name: str, rows: tuple[int, int] | None, slot: Tensor, uploads: Uploads
+    ) -> None:
+        """Read a quantised tensor, or rows of it, and decode it on the device of `slot`."""
+
+        def codes(part: str, some: tuple[int, int] | None) -> Tensor:
+            info = self.checkpoint.stored_info(part)
+            assert info is not None
+            there = torch.empty(info.block_shape(some), dtype=info.dtype.torch, device=slot.device)
+            with uploads.buffer() as pinned:
+                host = pinned.like(there)
+                self.checkpoint.stored(part, some, host)
+                pinned.send(host, there)
+            return there
+
+        with uploads.queued():
+            self.read(name, rows, slot, codes)
 
     def close(self) -> None:
         if self._shared is not None:

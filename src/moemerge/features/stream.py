@@ -361,9 +361,7 @@ class ModelStream:
         result: Any = self._runs(
             input_ids=batch.input_ids.to(self.device), attention_mask=mask, use_cache=False
         )
-        final: Tensor = (
-            result.logits if self._runs is self.model and "logits" in result else result[0]
-        )
+        final: Tensor = result.logits if "logits" in result else result[0]
         return final
 
     def _pause_before(self, at: Pause) -> None:

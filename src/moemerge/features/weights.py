@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, NumericalError, UsageError
@@ -249,32 +248,13 @@ class Weights:
         if self._uploads is None:
             self._read_into(number, piece, piece.slot)
             return
-        if self._decodes_there(piece):
-            with self._uploads.queued():
-                self.stored.read(piece.name, piece.rows, piece.slot, self._codes)
+        if self.stored.decodes_on_device(piece.name, piece.slot):
+            self.stored.decode(piece.name, piece.rows, piece.slot, self._uploads)
             return
         with self._uploads.buffer() as pinned:
             host = pinned.like(piece.slot)
             self._read_into(number, piece, host)
             pinned.send(host, piece.slot)
-
-    def _decodes_there(self, piece: StoredSlice) -> bool:
-        """Return whether the device decodes. Ranks that share reads exchange decoded tensors."""
-        info = self.checkpoint.tensors[piece.name]
-        fits = isinstance(info, QuantisedInfo) and info.dtype.torch == piece.slot.dtype
-        return fits and not self.stored.in_order
-
-    def _codes(self, name: str, rows: tuple[int, int] | None) -> Tensor:
-        """Read codes of a quantised tensor to the device."""
-        assert self._uploads is not None
-        info = self.checkpoint.stored_info(name)
-        assert info is not None
-        there = torch.empty(info.block_shape(rows), dtype=info.dtype.torch, device=self.device)
-        with self._uploads.buffer() as pinned:
-            host = pinned.like(there)
-            self.checkpoint.stored(name, rows, host)
-            pinned.send(host, there)
-        return there
 
     def _read_into(self, number: int, piece: StoredSlice, out: Tensor) -> None:
         if self.checkpoint.tensors[piece.name].dtype.torch == out.dtype:

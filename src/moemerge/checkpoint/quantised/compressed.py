@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from moemerge.checkpoint.quantised.formats import NVFP4_GROUP, nvfp4
 from moemerge.checkpoint.quantised.scheme import (
     E4M3,
     INT8,
@@ -27,12 +28,10 @@ from moemerge.checkpoint.quantised.scheme import (
 from moemerge.checkpoint.quantised.tensor import (
     DAMAGED_HINT,
     LARGEST_SCALES,
-    NVFP4_GROUP,
     Headers,
     QuantisedInfo,
     count_pair,
     is_count,
-    nvfp4,
     require_scales,
     siblings,
 )

@@ -30,11 +30,12 @@ from moemerge.checkpoint.quantised.scheme import (
     largest_power_of_two,
 )
 from moemerge.checkpoint.quantised.tensor import (
+    DAMAGED_HINT,
     LARGEST_SCALES,
+    SMALLEST_SCALES,
     Headers,
     QuantisedInfo,
     count_pair,
-    nvfp4,
     require_scales,
     siblings,
 )
@@ -46,6 +47,7 @@ from moemerge.runtime.files import read_object
 CODES: Final = {Dtype.FLOAT8_E4M3FN: E4M3, Dtype.FLOAT8_E5M2: E5M2}
 _EXPONENTS: Final = (Dtype.UINT8, Dtype.FLOAT8_E8M0FNU)
 _SCALES: Final = ("_scale_inv", ".scale")
+NVFP4_GROUP: Final = 16
 
 
 def find_fp8(section: Mapping[str, Any], headers: Headers, dtype: Dtype) -> Iterator[QuantisedInfo]:
@@ -183,3 +185,44 @@ def find_mxfp4(headers: Headers, dtype: Dtype) -> Iterator[QuantisedInfo]:
                 stem, dtype, shape, nbytes, scheme, info, scales, stacked=True, transposed=True
             )
         )
+
+
+def nvfp4(
+    name: str, dtype: Dtype, codes: TensorInfo, headers: Headers, *, factor: str, divides: bool
+) -> QuantisedInfo:
+    """Return a matrix in NVFP4: two four-bit floats per byte, a scale in FP8 for each 16 of them,
+    and one factor for all scales."""
+    stem = codes.name.rpartition(".")[0]
+    missing = next((e for e in (".weight_scale", factor) if stem + e not in headers), None)
+    if missing is not None:
+        raise CheckpointError(
+            f"{codes.name!r} is stored as NVFP4, but there is no {stem}{missing}",
+            hint="its download is incomplete, or it was saved without its scales",
+        )
+    scales, number = headers[f"{stem}.weight_scale"], headers[stem + factor]
+    bad = scales if scales.dtype is not Dtype.FLOAT8_E4M3FN else None
+    bad = number if number.shape not in ((), (1,)) or number.dtype is not Dtype.FLOAT32 else bad
+    bad = codes if codes.dtype is not Dtype.UINT8 or len(codes.shape) != 2 else bad
+    if bad is not None:
+        raise CheckpointError(
+            f"{bad.name!r} is {list(bad.shape)} {bad.dtype}; NVFP4 has a matrix of uint8, scales "
+            "in float8_e4m3fn and one factor in float32",
+            hint=DAMAGED_HINT,
+        )
+    plain = TensorInfo.of(name, dtype, (codes.shape[0], codes.shape[1] * 2))
+    scheme = Scheme(FP4, 1, NVFP4_GROUP, largest, Dtype.FLOAT8_E4M3FN)
+    others = siblings(codes.name, (*LARGEST_SCALES, *SMALLEST_SCALES), headers)
+    return require_scales(
+        QuantisedInfo(
+            plain.name,
+            dtype,
+            plain.shape,
+            plain.nbytes,
+            scheme,
+            codes,
+            scales,
+            factor=number,
+            divides=divides,
+            others=others,
+        )
+    )

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from moemerge.checkpoint.quantised.scheme import (
-    FP4,
     Codes,
     ScaleBlocks,
     ScaleGrid,
     Scheme,
-    largest,
 )
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
@@ -372,7 +370,6 @@ def _require_positive(numbers: Tensor, part: TensorInfo, *, zero: bool) -> None:
 
 Headers = Mapping[str, TensorInfo]
 _SCALE_DTYPES = (*FLOATS, Dtype.UINT8, Dtype.FLOAT8_E8M0FNU, Dtype.FLOAT8_E4M3FN)
-NVFP4_GROUP: Final = 16
 # Static scales of activations; those of the second kind divide.
 LARGEST_SCALES: Final = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
 SMALLEST_SCALES: Final = (".input_global_scale",)
@@ -397,47 +394,6 @@ def siblings(name: str, ends: Sequence[str], headers: Headers) -> tuple[TensorIn
     """Return tensors of the same module that belong to a weight."""
     stem = name.rpartition(".")[0]
     return tuple(headers[stem + end] for end in ends if stem + end in headers)
-
-
-def nvfp4(
-    name: str, dtype: Dtype, codes: TensorInfo, headers: Headers, *, factor: str, divides: bool
-) -> QuantisedInfo:
-    """Return a matrix in NVFP4: two four-bit floats per byte, a scale in FP8 for each 16 of them,
-    and one factor for all scales."""
-    stem = codes.name.rpartition(".")[0]
-    missing = next((e for e in (".weight_scale", factor) if stem + e not in headers), None)
-    if missing is not None:
-        raise CheckpointError(
-            f"{codes.name!r} is stored as NVFP4, but there is no {stem}{missing}",
-            hint="its download is incomplete, or it was saved without its scales",
-        )
-    scales, number = headers[f"{stem}.weight_scale"], headers[stem + factor]
-    bad = scales if scales.dtype is not Dtype.FLOAT8_E4M3FN else None
-    bad = number if number.shape not in ((), (1,)) or number.dtype is not Dtype.FLOAT32 else bad
-    bad = codes if codes.dtype is not Dtype.UINT8 or len(codes.shape) != 2 else bad
-    if bad is not None:
-        raise CheckpointError(
-            f"{bad.name!r} is {list(bad.shape)} {bad.dtype}; NVFP4 has a matrix of uint8, scales "
-            "in float8_e4m3fn and one factor in float32",
-            hint=DAMAGED_HINT,
-        )
-    plain = TensorInfo.of(name, dtype, (codes.shape[0], codes.shape[1] * 2))
-    scheme = Scheme(FP4, 1, NVFP4_GROUP, largest, Dtype.FLOAT8_E4M3FN)
-    others = siblings(codes.name, (*LARGEST_SCALES, *SMALLEST_SCALES), headers)
-    return require_scales(
-        QuantisedInfo(
-            plain.name,
-            dtype,
-            plain.shape,
-            plain.nbytes,
-            scheme,
-            codes,
-            scales,
-            factor=number,
-            divides=divides,
-            others=others,
-        )
-    )
 
 
 def require_scales(info: QuantisedInfo) -> QuantisedInfo:
