@@ -63,6 +63,7 @@ class Regime:
     steps: int
     router_rate: float = 1.0  # factor on the routers' learning rate
     balance: float = 0.01  # weight of the load-balancing loss
+    rank: int | None = None  # of adapters on the matrices of the layers; None: train all weights
 
 
 SIZES = {
@@ -74,6 +75,7 @@ REGIMES = {
     "mild": Regime(5e-4, 250),
     "strong": Regime(2e-3, 250),
     "routers": Regime(5e-4, 250, router_rate=15.0, balance=0.05),
+    "lora": Regime(2e-3, 250, rank=16),
 }
 BASE_RATE = 2e-3
 ROWS = 64  # of a training step
@@ -176,16 +178,51 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
 
+class Trained:
+    """The float32 values that are trained for one weight: its copy, or a low-rank change of it."""
+
+    def __init__(self, weight: Tensor, rank: int | None) -> None:
+        self.start = weight.detach().float().clone()
+        self.factors: list[Tensor] = []  # B (…, out, rank) and A (…, rank, in)
+        if rank is not None:
+            *stack, rows, columns = weight.shape
+            right = self.start.new_empty(*stack, rank, columns).uniform_(-1, 1) / columns**0.5
+            self.factors = [self.start.new_zeros(*stack, rows, rank), right]
+
+    @property
+    def values(self) -> list[Tensor]:
+        return self.factors or [self.start]
+
+    def take_gradient(self, gradient: Tensor) -> None:
+        if self.factors:
+            left, right = self.factors
+            left.grad, right.grad = gradient @ right.mT, left.mT @ gradient
+        else:
+            self.start.grad = gradient
+
+    def weight(self) -> Tensor:
+        return self.start + self.factors[0] @ self.factors[1] if self.factors else self.start
+
+
+def trained_values(model: Any, regime: Regime) -> dict[str, Trained]:
+    """Return what is trained, by the name of its weight."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if regime.rank is None or (parameter.ndim > 1 and ".layers." in name):
+            found[name] = Trained(parameter, regime.rank)
+    return found
+
+
 def train(model: Any, batches: Batches, regime: Regime) -> dict[str, float]:
-    """Train with AdamW on float32 copies of the weights; the rate falls to a tenth (cosine)."""
-    weights = dict(model.named_parameters())
-    masters = {name: p.detach().float().clone().requires_grad_() for name, p in weights.items()}
+    """Train with AdamW in float32; the rate falls to a tenth (cosine)."""
+    weights, trained = dict(model.named_parameters()), trained_values(model, regime)
+    values = [value for one in trained.values() for value in one.values]
     groups = []
-    for name, master in masters.items():
-        decay = 0.1 if master.ndim > 1 and "embed" not in name else 0.0
+    for name, one in trained.items():
+        decay = 0.1 if weights[name].ndim > 1 and "embed" not in name else 0.0
         factor = regime.router_rate if name.endswith("mlp.gate.weight") else 1.0
-        groups.append({"params": [master], "weight_decay": decay, "factor": factor})
-    on_gpu = next(iter(masters.values())).is_cuda
+        groups.append({"params": one.values, "weight_decay": decay, "factor": factor})
+    on_gpu = values[0].is_cuda
     optimiser = torch.optim.AdamW(groups, lr=regime.rate, betas=(0.9, 0.95), fused=on_gpu)
     warmup = max(20, regime.steps // 20)
     model.train()
@@ -200,12 +237,14 @@ def train(model: Any, batches: Batches, regime: Regime) -> dict[str, float]:
         loss = next_token_loss(out.logits, ids)
         (loss + regime.balance * out.aux_loss).backward()
         for name, parameter in weights.items():
-            masters[name].grad = parameter.grad.float()
+            if name in trained:
+                trained[name].take_gradient(parameter.grad.float())
             parameter.grad = None
-        torch.nn.utils.clip_grad_norm_(list(masters.values()), 1.0)
+        torch.nn.utils.clip_grad_norm_(values, 1.0)
         optimiser.step()
         with torch.no_grad():
-            torch._foreach_copy_(list(weights.values()), list(masters.values()))
+            new = [one.weight() for one in trained.values()]
+            torch._foreach_copy_([weights[name] for name in trained], new)
         recent.append(loss.detach())
     last = float(torch.stack(recent[-50:]).mean())
     tokens = regime.steps * ROWS * LENGTH

@@ -37,8 +37,11 @@ PARAMETERS: Mapping[str, Mapping[str, float]] = {
     "linear": {"weight": 1.0},
     "task_arithmetic": {"weight": 1 / 3},
     "ties": {"weight": 1.0, "density": 0.6},
+    "dare_ties": {"weight": 1.0, "density": 0.6},
     "wudi": {},
+    "regmean": {},
 }
+STATISTICS = ("regmean",)  # methods that need the sources' text
 CALIBRATIONS: Mapping[str, Mapping[str, Any]] = {
     "harc": {},
     "exact": {"objective": "exact", "targets": "source-features"},
@@ -87,7 +90,9 @@ class SetOfModels:
         models = [{"model": str(self.path(d)), "parameters": {**parameters}} for d in SPECIALISTS]
         config: dict[str, Any] = {"merge_method": method, "models": models, "dtype": "float32"}
         config["out_dtype"] = "bfloat16"
-        if method != "linear":
+        if method in STATISTICS:
+            config["data"] = {domain: str(self.text(domain)) for domain in SPECIALISTS}
+        elif method != "linear":
             config["base_model"] = str(self.path(BASE))
         return config
 
