@@ -108,6 +108,7 @@ def test_aliases_and_merge_keys_work():
         ('a: "x\\udcff"\n', "half a character"),
         ('a: {b: "x\\0"}\n', "line 1, column 8: not valid YAML: a NUL character"),
         ("a: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("a: " + "{" * 200 + "}" * 200, "nested too deeply"),
     ],
 )
 def test_what_is_no_config_is_refused_in_our_words(text, said):

@@ -16,7 +16,7 @@ import yaml
 
 from moemerge.config.faults import Fault, Path, path_text
 from moemerge.errors import ConfigError
-from moemerge.runtime.files import open_file_or_pipe
+from moemerge.runtime.files import MOST_LEVELS, open_file_or_pipe
 
 MAX_BITS: Final = 14_000  # of a whole number: Python prints at most 4,300 digits
 MAX_NODES: Final = 200_000  # aliases of aliases can describe more data than memory holds
@@ -47,9 +47,21 @@ def _resolvers() -> dict[Any, list[tuple[str, re.Pattern[str]]]]:
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with our idea of a number."""
+    """PyYAML's safe loader with our idea of a number and a limit of nesting.
+
+    PyYAML's time grows with the square of the levels.
+    """
 
     yaml_implicit_resolvers = _resolvers()
+    _levels = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._levels += 1
+        if self._levels > MOST_LEVELS:
+            raise RecursionError
+        node = super().compose_node(parent, index)
+        self._levels -= 1
+        return node
 
 
 def _whole_number(loader: Loader, node: yaml.ScalarNode) -> int:
