@@ -233,6 +233,7 @@ class Repaired:
 
     model: str
     loss: float  # mean over the specialists' domains; of a pruned specialist: on its own
+    gap: float  # to the specialists, before the repair
     closed: float  # share of the gap to the specialists that the merge or the pruning opened
     error: float  # standard error of `closed`, clustered by package
     untouched: dict[str, float]  # loss of every other domain
@@ -261,7 +262,7 @@ def repaired_models(lines: Sequence[Mapping[str, Any]]) -> list[Repaired]:
         untouched = {d: mean_loss(domains[d]) for d in DOMAINS if d not in own}
         loss = mean(name, own)
         closed = (mean(start, own) - loss) / gap
-        found.append(Repaired(name, loss, closed, error, untouched, seconds[name]))
+        found.append(Repaired(name, loss, gap, closed, error, untouched, seconds[name]))
     return found
 
 

@@ -86,8 +86,8 @@ def advise(measured: Measurements) -> tuple[str, ...]:
     elif not routers_matter(measured.swaps):
         advice.append(
             "Do not calibrate: the weights cost the loss, not the routers. Refit them (moemerge "
-            "refit --solver gradient closed 62 to 90 % of the gap of natural-text models, the "
-            "closed form 17 to 79 %) or distil from the sources (moemerge distill: 27 to 79 %)."
+            "refit --solver gradient closed 52 to 90 % of the gap of natural-text models, the "
+            "closed form 7 to 96 %) or distil from the sources (moemerge distill: 27 to 94 %)."
         )
     else:
         advice += _cause(about)
