@@ -2,6 +2,8 @@
 
 import logging
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -145,3 +147,22 @@ def test_a_triton_that_cannot_compile_is_left_out_and_told(untried, tmp_path, mo
 @pytest.mark.gpu
 def test_it_works_on_a_gpu(untried):
     assert availability.triton_works(CUDA)
+
+
+def test_threads_launch_one_after_the_other():
+    running, most = [], []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def run(x, **options):
+                running.append(x)
+                time.sleep(0.01)
+                most.append(len(running))
+                running.pop()
+
+            return run
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            pool.submit(availability.launch, Kernel(), (1,), torch.zeros(1), BLOCK=1)
+    assert most == [1] * 4

@@ -13,7 +13,7 @@ from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import ResourceError
 from moemerge.runtime import process
 from moemerge.runtime.devices import is_out_of_memory
-from moemerge.runtime.process import run_in_threads, start_thread, thread_pool
+from moemerge.runtime.process import start_thread, thread_pool
 
 HOLES = """
 from moemerge.runtime.process import give_back_freed_memory
@@ -141,21 +141,6 @@ def test_a_writer_without_threads_leaves_nothing_behind(monkeypatch, tmp_path, a
     else:
         assert allowed == 1  # the thread that syncs
         assert (tmp_path / "out").is_dir()
-
-
-def test_works_are_done_side_by_side_to_their_end():
-    meeting, done = threading.Barrier(3, timeout=60), []
-
-    def work(number):
-        meeting.wait()  # nobody passes before all are here
-        if number == 1:
-            raise ValueError("the second")
-        done.append(number)
-
-    with pytest.raises(ValueError, match="the second"):
-        run_in_threads([lambda n=n: work(n) for n in range(3)], "tests")
-    assert sorted(done) == [0, 2]
-    run_in_threads([], "tests")
 
 
 def test_libraries_of_cuda_run_out_of_memory_too():

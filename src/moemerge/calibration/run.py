@@ -21,7 +21,6 @@ from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.streams import Lockstep, open_lockstep, process_bytes, start_note, walk
 from moemerge.lockstep.warm_up import RandomRouter, router_like
 from moemerge.routing import SolveSettings
-from moemerge.routing.compilation import compile_kernels
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Timings, peak_memory
@@ -103,7 +102,6 @@ def solve_once(model: OpenModel, settings: SolveSettings, stream: StreamSettings
     """Solve for a random router of the model's shape."""
     router = router_like(model, stream.device, stream.dtype)
     if router is not None:
-        compile_kernels(router.gate, router.domains[0], settings.curvature)
         problem = problem_of(router, stream.dtype)
         calibrate_layer(problem, settings, start=problem.merged)
 

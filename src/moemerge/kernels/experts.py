@@ -9,17 +9,12 @@ up. A row times its weight is rounded if the weight is bf16, too; then rows are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from functools import cache, partial
-
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from moemerge.errors import ResourceError
-from moemerge.runtime.process import run_in_threads
+from moemerge.kernels.availability import launch
 from moemerge.runtime.torch_compat import grouped_mm
 
 WARPS = 4
@@ -74,9 +69,8 @@ def gated(gate_up: Tensor) -> Tensor:
     rows, both = gate_up.shape
     out = gate_up.new_empty(rows, both // 2)
     if rows:
-        _gate[(rows,)](
-            gate_up, out, both // 2, BLOCK=triton.next_power_of_2(both // 2), num_warps=WARPS
-        )
+        block = triton.next_power_of_2(both // 2)
+        launch(_gate, (rows,), gate_up, out, both // 2, BLOCK=block, num_warps=WARPS)
     return out
 
 
@@ -84,8 +78,8 @@ def gathered(x: Tensor, places: Tensor, top_k: int) -> Tensor:
     """Return rows `places // top_k` of x: (tokens, d) -> (len(places), d)."""
     out = x.new_empty(places.shape[0], x.shape[1])
     if places.shape[0]:
-        _gather[(places.shape[0],)](
-            x, places, out, x.shape[1],
+        launch(
+            _gather, (places.shape[0],), x, places, out, x.shape[1],
             TOP_K=top_k, BLOCK=triton.next_power_of_2(x.shape[1]), num_warps=WARPS,
         )  # fmt: skip
     return out
@@ -96,8 +90,8 @@ def combined(rows: Tensor, places: Tensor, weights: Tensor, ends: Tensor) -> Ten
     tokens, top_k = weights.shape
     out = rows.new_empty(tokens, rows.shape[1])
     if tokens:
-        _combine[(tokens,)](
-            rows, places, weights, ends, out, rows.shape[1], ends.shape[0],
+        launch(
+            _combine, (tokens,), rows, places, weights, ends, out, rows.shape[1], ends.shape[0],
             TOP_K=top_k, ROUND=weights.dtype == rows.dtype,
             BLOCK=triton.next_power_of_2(rows.shape[1]), num_warps=WARPS,
         )  # fmt: skip
@@ -110,14 +104,8 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: T
     x is (tokens, d), chosen and weights (tokens, k), gate_up (experts, 2 w, d), down
     (experts, d, w).
     """
-    with torch.cuda.device(x.device):  # Triton launches on the thread's current device
-        return _experts(x, chosen, weights, gate_up, down)
-
-
-def _experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     tokens, top_k = chosen.shape
     count = gate_up.shape[0]
-    _compile(x.device, gate_up.shape, top_k, (x.dtype, weights.dtype))
     flat = chosen.reshape(-1)
     ordered, order = torch.sort(flat)  # rows by expert
     edges = torch.arange(1, count + 1, device=x.device, dtype=ordered.dtype)
@@ -128,34 +116,6 @@ def _experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: 
     hidden = gated(hidden)
     hidden = _grouped(hidden, down, ends)
     return combined(hidden, places.reshape(tokens, top_k), weights.contiguous(), ends)
-
-
-@cache
-def _compile(
-    device: torch.device,
-    gate_up: tuple[int, ...],
-    top_k: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-) -> None:
-    """Compile the three kernels in parallel, by a first launch on one token."""
-    count, both, width = gate_up
-    hidden, dtype = dtypes
-    row = torch.zeros(1, width, dtype=hidden, device=device)
-    one = torch.zeros(1, top_k, dtype=torch.int64, device=device)
-    weights = torch.zeros(1, top_k, dtype=dtype, device=device)
-    ends = torch.ones(count, dtype=torch.int32, device=device)
-    launches = (
-        lambda: gathered(row, one.reshape(-1), top_k),
-        lambda: gated(row.new_zeros(1, both)),
-        lambda: combined(row, one, weights, ends),
-    )
-
-    def on_device(launch: Callable[[], Tensor]) -> None:
-        with torch.cuda.device(device):  # set per thread
-            launch()
-
-    with suppress(ResourceError):  # no threads: then each is compiled at its first use
-        run_in_threads([partial(on_device, launch) for launch in launches], "compilers")
 
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ uᵀ X, summed over splits of the tokens in float32 and over the splits in float
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moemerge.kernels.availability import triton_works
+from moemerge.kernels.availability import launch, triton_works
 from moemerge.kernels.splitting import ACCURATE, COARSE, FAST, Terms
 
 # Up to this number of experts, one tile holds all logits of a token, and the kernel applies H.
@@ -396,17 +395,9 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a kernel on the device of its tensors, which may not be the current one."""
-    device = next(a.device for a in arguments if isinstance(a, Tensor))
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        getattr(_kernels(), name)[grid](*arguments, **options)
-
-
-@cache
-def _kernels() -> Any:
     from moemerge.kernels import triton_products
 
-    return triton_products
+    launch(getattr(triton_products, name), grid, *arguments, **options)
 
 
 @cache

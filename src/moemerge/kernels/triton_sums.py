@@ -10,6 +10,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from moemerge.kernels.availability import launch
+
 WARPS = 8
 BLOCK = 4096  # values of a row per program and step
 SUMMED, SUMMED_WARPS = 1024, 4  # sums per program
@@ -36,11 +38,10 @@ def weighted_terms(rows: Tensor, weights: Tensor, terms: int) -> Tensor:
     count, width = rows.shape
     out = torch.empty(terms, count, width, dtype=torch.bfloat16, device=rows.device)
     if rows.numel():
-        with torch.cuda.device(rows.device):
-            _terms[(count,)](
-                rows, weights.contiguous(), out, width, rows.numel(),
-                TERMS=terms, BLOCK=min(BLOCK, triton.next_power_of_2(width)), num_warps=WARPS,
-            )  # fmt: skip
+        launch(
+            _terms, (count,), rows, weights.contiguous(), out, width, rows.numel(),
+            TERMS=terms, BLOCK=min(BLOCK, triton.next_power_of_2(width)), num_warps=WARPS,
+        )  # fmt: skip
     return out
 
 
@@ -66,8 +67,8 @@ def add_up(total: Tensor, parts: Tensor) -> None:
     assert columns == 1 or total.stride(1) == 1
     parts = parts.contiguous()
     if parts.numel():
-        with torch.cuda.device(total.device):
-            _add_up[(triton.cdiv(total.numel(), SUMMED),)](
-                parts, total, parts.shape[0], columns, total.stride(0), rows * columns,
-                BLOCK=SUMMED, num_warps=SUMMED_WARPS,
-            )  # fmt: skip
+        launch(
+            _add_up, (triton.cdiv(total.numel(), SUMMED),),
+            parts, total, parts.shape[0], columns, total.stride(0), rows * columns,
+            BLOCK=SUMMED, num_warps=SUMMED_WARPS,
+        )  # fmt: skip

@@ -41,7 +41,6 @@ from moemerge.refitting.report import (
 from moemerge.refitting.routers import RouterJob, RouterProblem, fit_router
 from moemerge.refitting.settings import RefitSettings
 from moemerge.refitting.streams import RefitStreams, build_streams, require_same_shapes
-from moemerge.routing.compilation import compile_kernels
 from moemerge.routing.products import logits_of, working_dtype
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress, counted
@@ -363,7 +362,6 @@ def fit_once(model: OpenModel, stream: StreamSettings, *, exact: bool) -> None:
     """Fit a random router of the model's shape, and a map with the same inputs."""
     router = router_like(model, stream.device, stream.dtype)
     if router is not None:
-        compile_kernels(router.gate, router.domains[0])
         fit_router_of(router, stream.dtype, exact=exact)
         fit_map_of(router, stream.dtype)
 

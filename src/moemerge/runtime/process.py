@@ -8,7 +8,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
@@ -158,16 +158,6 @@ def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
     finally:
         started.set()
     return pool
-
-
-def run_in_threads(tasks: Sequence[Callable[[], object]], name: str) -> None:
-    """Run all tasks at once, each in its own thread; then raise the first error, if any."""
-    if not tasks:
-        return
-    with thread_pool(len(tasks), name) as pool:
-        futures = [pool.submit(task) for task in tasks]
-    for future in futures:
-        future.result()
 
 
 def start_thread(thread: threading.Thread) -> None:
