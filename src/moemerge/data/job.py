@@ -7,8 +7,7 @@ import random
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -31,8 +30,6 @@ from moemerge.runtime.journals import completions_path
 from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.text.reading import Rows
 from moemerge.text.rows import TextRow, TextSource, read_rows, row_fields
-from moemerge.verification.judgement import Verifier
-from moemerge.verification.verifiers import make_verifier
 
 T = TypeVar("T")
 _SPACE: Final = re.compile(r"\s+")
@@ -235,21 +232,6 @@ def _benchmarks(settings: DataSettings) -> list[Benchmark]:
         )
         for name in settings.against
     ]
-
-
-@contextmanager
-def opened_verifier(settings: DataSettings) -> Iterator[Verifier | None]:
-    """Open the requested verifier, if any, and close it at the end."""
-    if settings.verify == NO_CHECK:
-        yield None
-        return
-    verifier = make_verifier(
-        settings.verify, allow_code=settings.allow_code, workers=settings.workers
-    )
-    try:
-        yield verifier
-    finally:
-        verifier.close()
 
 
 def text_of(row: TextRow, settings: DataSettings) -> tuple[str, str]:

@@ -6,18 +6,18 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from moemerge.data.job import (
+    NO_CHECK,
     DataRequest,
     Selected,
     balanced,
     check_request,
     distinct,
-    opened_verifier,
     select_prompts,
     select_texts,
 )
@@ -40,9 +40,8 @@ from moemerge.runtime.progress import Progress, counted
 from moemerge.text.rows import write_rows
 from moemerge.text.templates import has_template
 from moemerge.text.tokens import Tokenizer, contents_of
-from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.judgement import Verifier
-from moemerge.verification.verifiers import CachedVerifier, check_rows
+from moemerge.verification.verifiers import CachedVerifier, check_rows, make_verifier
 
 
 def answer_prompts(
@@ -56,9 +55,6 @@ def answer_prompts(
     settings = request.settings
     if verifier is not None:
         check_rows(verifier, [(row.where, row.fields) for row in prompts])
-    if isinstance(verifier, CodeVerifier):
-        for line in verifier.protections.sentences():
-            progress.note(line)
     _, tokens = tokenized(prompts, tokenizer, settings.prefill)
     make_engine = engine_maker(request.model, tokenizer, settings, progress)
     common = made_by(request.model, settings)
@@ -76,12 +72,6 @@ def answer_prompts(
     return answers, generated
 
 
-def delete_unfinished(out: Path) -> None:
-    """Delete the completions and judgements next to OUT, once OUT exists."""
-    for path in (completions_path(out), judgements_path(out)):
-        path.unlink(missing_ok=True)
-
-
 # --- rows as they are written ---------------------------------------------------------------------
 
 
@@ -94,32 +84,25 @@ def answered_row(
     wrote follows the answer.
     """
     if has_template(tokenizer):
-        return _conversation(prompt, response)
+        return conversation_row(prompt, response)
     end = str(tokenizer.eos_token) if ended and tokenizer.eos_token else ""
     return {"text": contents_of(prompt.turns) + response + end}
 
 
-def reference_row(prompt: PromptRow, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a row of a prompt and the data set's own solution."""
-    assert prompt.reference is not None
+def plain_row(prompt: PromptRow, response: str | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a row of a prompt and the data set's own solution, or of a prompt alone."""
     if has_template(tokenizer):
-        return _conversation(prompt, prompt.reference)
-    return {"prompt": contents_of(prompt.turns), "response": prompt.reference}
+        return conversation_row(prompt, response)
+    text = contents_of(prompt.turns)
+    return {"text": text} if response is None else {"prompt": text, "response": response}
 
 
-def prompt_row(prompt: PromptRow, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a row of a prompt alone."""
-    if not has_template(tokenizer):
-        return {"text": contents_of(prompt.turns)}
+def conversation_row(prompt: PromptRow, response: str | None) -> dict[str, Any]:
     if len(prompt.turns) == 1:
-        return {"prompt": prompt.turns[0]["content"]}
-    return {"messages": list(prompt.turns)}
-
-
-def _conversation(prompt: PromptRow, response: str) -> dict[str, Any]:
-    if len(prompt.turns) == 1:
-        return {"prompt": prompt.turns[0]["content"], "response": response}
-    return {"messages": [*prompt.turns, {"role": "assistant", "content": response}]}
+        row = {"prompt": prompt.turns[0]["content"]}
+        return row if response is None else {**row, "response": response}
+    answer = [] if response is None else [{"role": "assistant", "content": response}]
+    return {"messages": [*prompt.turns, *answer]}
 
 
 @dataclass(frozen=True)
@@ -162,7 +145,16 @@ def run_data(request: DataRequest, progress: Progress) -> DataReport:
         texts, selected = select_texts(request)
         rows: list[Grouped] = [(group, {"text": text}) for group, text in texts]
         return _finish(request, selected, rows, [], NOTHING, begun)
-    with opened_verifier(request.settings) as verifier:
+    settings = request.settings
+    opened: AbstractContextManager[Verifier | None] = nullcontext()
+    if settings.verify != NO_CHECK:
+        opened = make_verifier(
+            settings.verify,
+            allow_code=settings.allow_code,
+            workers=settings.workers,
+            progress=progress,
+        )
+    with opened as verifier:
         selected = select_prompts(request)
         tokenizer = open_tokenizer(request.model)
         if not request.generates:
@@ -171,29 +163,32 @@ def run_data(request: DataRequest, progress: Progress) -> DataReport:
         answers, generated = answer_prompts(
             request, selected.prompts, tokenizer, verifier, progress
         )
-    if request.settings.completions is not None:
-        write_rows(request.settings.completions, map(_described, answers))
+    if settings.completions is not None:
+        write_rows(settings.completions, map(_described, answers))
     rows = [
         (answer.prompt.group, _row(request, answer, tokenizer))
         for answer in _kept(request, answers)
     ]
     report = _finish(request, selected, rows, answers, generated, begun)
-    delete_unfinished(request.out)
+    for path in (completions_path(request.out), judgements_path(request.out)):
+        path.unlink(missing_ok=True)
     return report
 
 
 def _unanswered(
     request: DataRequest, prompts: Sequence[PromptRow], tokenizer: Tokenizer
 ) -> list[Grouped]:
-    if request.settings.keep == "prompt":
-        return [(prompt.group, prompt_row(prompt, tokenizer)) for prompt in prompts]
+    alone = request.settings.keep == "prompt"
     for prompt in prompts:
-        if prompt.reference is None:
+        if prompt.reference is None and not alone:
             raise DataError(
                 f"{prompt.where}: no solution to keep in a row with {', '.join(prompt.fields)}",
                 hint='name its column: `map={"reference": COLUMN}`',
             )
-    return [(prompt.group, reference_row(prompt, tokenizer)) for prompt in prompts]
+    return [
+        (prompt.group, plain_row(prompt, None if alone else prompt.reference, tokenizer))
+        for prompt in prompts
+    ]
 
 
 def _kept(request: DataRequest, answers: Sequence[Answer]) -> list[Answer]:
@@ -202,7 +197,7 @@ def _kept(request: DataRequest, answers: Sequence[Answer]) -> list[Answer]:
     kept: list[Answer] = []
     for _where, group in groupby(answers, key=lambda answer: answer.prompt.where):
         wanted = [a for a in group if a.usable or settings.keep == "all"]
-        made = [a for a in wanted if a.completion.finish is not Finish.FAILED]
+        made = [a for a in wanted if not a.completion.has_failed]
         kept += distinct(made, key=lambda a: a.response.strip())[: settings.per_prompt]
     return kept
 

@@ -13,9 +13,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from moemerge.config.models import ModelLike
 from moemerge.errors import DataError
 from moemerge.evaluation.job import EvaluationJob, PosedTask, generation_settings
 from moemerge.evaluation.significance import Array
-from moemerge.generation.engine import Completion, Finish
+from moemerge.generation.engine import Completion
 from moemerge.generation.prompts import open_tokenizer, tokenized
 from moemerge.generation.run import (
     Answer,
@@ -45,7 +45,6 @@ from moemerge.runtime.files import make_folder, read_object, write_whole
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.templates import has_template
 from moemerge.text.tokens import Tokenizer
-from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.judgement import Verifier
 from moemerge.verification.verifiers import CachedVerifier, check_rows, make_verifier
 
@@ -66,20 +65,14 @@ class RecordedPrompt:
     prompt: str
 
 
+@dataclass(frozen=True)
 class CompletionIndex:
-    """The problems that the completions of one file answer: task -> problem -> prompt."""
+    """The problems that the completions of one file answer."""
 
-    def __init__(
-        self,
-        path: Path,
-        model: str,
-        made_by: Mapping[str, Any],
-        tasks: dict[str, dict[str, RecordedPrompt]],
-    ) -> None:
-        self.path = path
-        self.model = model
-        self.made_by = dict(made_by)
-        self.tasks = tasks
+    path: Path
+    model: str
+    made_by: Mapping[str, Any]
+    tasks: dict[str, dict[str, RecordedPrompt]]  # task -> problem -> prompt
 
     @property
     def completions(self) -> Path:
@@ -121,37 +114,26 @@ class CompletionIndex:
                 hint=hint,
             ) from error
 
-    @classmethod
-    def all_in(cls, out: Path) -> Iterator[CompletionIndex]:
-        for path in sorted((out / "completions").glob("*.json")):
-            yield cls.read(path)
-
     def write(self) -> None:
-        content = {
-            "kind": INDEX_KIND,
-            "model": self.model,
-            "made_by": self.made_by,
-            "tasks": {
-                task: {name: vars(asked) for name, asked in problems.items()}
-                for task, problems in self.tasks.items()
-            },
-        }
+        content = {"kind": INDEX_KIND, **asdict(self)}
+        del content["path"]
         make_folder(self.path.parents[1], self.path.parent.name)
         write_whole(self.path, json.dumps(content).encode())
 
 
-Completions = tuple[tuple[Completion, ...], ...]  # by problem and sample
+Answers = tuple[tuple[Answer, ...], ...]  # by problem and sample
+AnswersByModel = dict[str, dict[str, Answers]]  # model -> task
 
 
-@dataclass(frozen=True)
-class AnsweredTask:
-    """The answers of one model to one task."""
-
-    prompts: tuple[str, ...]  # as the model saw them
-    completions: Completions
-
-
-AnswersByModel = dict[str, dict[str, AnsweredTask]]  # model -> task
+def _answers(
+    posed: PosedTask, prompts: Iterable[str], completions: Iterable[Sequence[Completion]]
+) -> Answers:
+    """Return the answers to one task from its prompts, as the model saw them, and completions."""
+    prefill = posed.task.settings.prefill
+    return tuple(
+        tuple(Answer(row, one, prefill + one.text, text) for one in samples)
+        for row, text, samples in zip(posed.problems, prompts, completions, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -165,33 +147,8 @@ class PromptedModel:
     tokens: Mapping[str, tuple[tuple[int, ...], ...]]
 
 
-@dataclass(frozen=True)
-class RemainingWork:
-    """The work that is left for one model."""
-
-    model: str
-    completions: int
-    reused: int
-    prompt_tokens: int  # of problems with a missing completion
-    most_tokens: int  # at most generated
-
-    def __str__(self) -> str:
-        if not self.completions:
-            return f"{self.model}: all {self.reused} completions exist already"
-        there = f" ({self.reused} exist already)" if self.reused else ""
-        return (
-            f"{self.model}: {counted(self.completions, 'completion')} to make{there}, prompts of "
-            f"{counted(self.prompt_tokens, 'token')}, at most {counted(self.most_tokens, 'token')} "
-            "to generate"
-        )
-
-
-def prompt_models(job: EvaluationJob) -> list[PromptedModel]:
-    """Return every prompt of every model, before any model is loaded."""
-    return [_asked(job, name, model) for name, model in job.models.items()]
-
-
-def _asked(job: EvaluationJob, name: str, model: ModelLike) -> PromptedModel:
+def prompt_model(job: EvaluationJob, name: str, model: ModelLike) -> PromptedModel:
+    """Return every prompt of a model, before it is loaded."""
     tokenizer = open_tokenizer(model)
     if job.settings.plain:
         tokenizer.chat_template = None
@@ -209,12 +166,8 @@ def _asked(job: EvaluationJob, name: str, model: ModelLike) -> PromptedModel:
     return PromptedModel(name, model, tokenizer, prompts, tokens)
 
 
-def remaining_work(job: EvaluationJob, models: Sequence[PromptedModel]) -> list[RemainingWork]:
-    """Return the work that is left for each model. Writes nothing."""
-    return [_effort(job, asked) for asked in models]
-
-
-def _effort(job: EvaluationJob, asked: PromptedModel) -> RemainingWork:
+def remaining_work(job: EvaluationJob, asked: PromptedModel) -> str:
+    """Describe the work that is left for a model. Writes nothing."""
     made = reused = length = most = 0
     for settings, tasks in _groups(job):
         common = made_by(asked.model, settings)
@@ -230,7 +183,13 @@ def _effort(job: EvaluationJob, asked: PromptedModel) -> RemainingWork:
             reused += settings.samples - missing
             length += len(line) if missing else 0
             most += missing * settings.max_new_tokens
-    return RemainingWork(asked.name, made, reused, length, most)
+    if not made:
+        return f"{asked.name}: all {reused} completions exist already"
+    there = f" ({reused} exist already)" if reused else ""
+    return (
+        f"{asked.name}: {counted(made, 'completion')} to make{there}, prompts of "
+        f"{counted(length, 'token')}, at most {counted(most, 'token')} to generate"
+    )
 
 
 def _groups(job: EvaluationJob) -> list[tuple[GenerationSettings, list[PosedTask]]]:
@@ -241,7 +200,7 @@ def _groups(job: EvaluationJob) -> list[tuple[GenerationSettings, list[PosedTask
     return list(groups.items())
 
 
-def answer(job: EvaluationJob, asked: PromptedModel, progress: Progress) -> dict[str, AnsweredTask]:
+def answer(job: EvaluationJob, asked: PromptedModel, progress: Progress) -> dict[str, Answers]:
     """Return all answers of one model by task. Each is written to disk once it is generated."""
     answered = {}
     for settings, tasks in _groups(job):
@@ -257,8 +216,8 @@ def answer(job: EvaluationJob, asked: PromptedModel, progress: Progress) -> dict
         with CompletionJournal(index.completions, common) as journal:
             made = iter(complete(together, settings, make_engine, journal, progress).completions)
         for task in tasks:
-            completions = tuple(next(made) for _problem in task.problems)
-            answered[task.name] = AnsweredTask(asked.prompts[task.name], completions)
+            completions = [next(made) for _problem in task.problems]
+            answered[task.name] = _answers(task, asked.prompts[task.name], completions)
     return answered
 
 
@@ -267,7 +226,8 @@ def recall(job: EvaluationJob, progress: Progress) -> AnswersByModel:
     groups = _groups(job)
     drawn = [sampling_settings(settings) for settings, _tasks in groups]
     indexes: dict[str, dict[int, CompletionIndex]] = {}
-    for index in CompletionIndex.all_in(job.out):
+    for path in sorted((job.out / "completions").glob("*.json")):
+        index = CompletionIndex.read(path)
         way = {name: value for name, value in index.made_by.items() if name != "model"}
         if way not in drawn:
             continue
@@ -292,7 +252,7 @@ def recall(job: EvaluationJob, progress: Progress) -> AnswersByModel:
 
 def _recalled(
     job: EvaluationJob, label: str, indexes: Mapping[int, CompletionIndex]
-) -> dict[str, AnsweredTask]:
+) -> dict[str, Answers]:
     answered = {}
     for place, (settings, tasks) in enumerate(_groups(job)):
         index = indexes.get(place)
@@ -306,13 +266,11 @@ def _recalled(
                     [a and journal.get(a.key, n, sample) for sample in range(settings.samples)]
                     for n, a in enumerate(asked)
                 ]
-                lacking = sum(one is None for samples in known for one in samples)
+                found = [[one for one in samples if one] for samples in known]
+                lacking = sum(settings.samples - len(samples) for samples in found)
                 if lacking:
                     raise _missing(job, label, task, lacking)
-                answered[task.name] = AnsweredTask(
-                    tuple(a.prompt for a in asked if a),
-                    tuple(tuple(one for one in samples if one) for samples in known),
-                )
+                answered[task.name] = _answers(task, (a.prompt for a in asked if a), found)
     return answered
 
 
@@ -328,11 +286,12 @@ def failures(answers: AnswersByModel) -> list[str]:
     lines = []
     for model, tasks in answers.items():
         for task, answered in tasks.items():
-            failed = [one for c in answered.completions for one in c if one.finish is Finish.FAILED]
+            made = [one.completion for samples in answered for one in samples]
+            failed = [one.detail for one in made if one.has_failed]
             if failed:
                 lines.append(
                     f"{model}, {task}: {counted(len(failed), 'completion')} could not be made, "
-                    f"counted as wrong ({failed[0].detail}); the same command tries them again"
+                    f"counted as wrong ({failed[0]}); the same command tries them again"
                 )
     return lines
 
@@ -342,7 +301,7 @@ class ScoredTask:
     """A task with the judged answers of all models: model -> problem -> sample."""
 
     posed: PosedTask
-    answers: Mapping[str, tuple[tuple[Answer, ...], ...]]
+    answers: Mapping[str, Answers]
 
     def scores(self) -> Array:
         """Return the share of right samples, (models, problems)."""
@@ -359,21 +318,20 @@ class ScoredTask:
 
 @contextmanager
 def opened_verifiers(job: EvaluationJob, progress: Progress) -> Iterator[dict[str, Verifier]]:
-    """Open the verifier of every task, and refuse rows that it cannot judge."""
+    """Open the verifiers of all tasks by name, and refuse rows that they cannot judge."""
     made: dict[str, Verifier] = {}
     with ExitStack() as stack:
         for posed in job.tasks:
             if posed.verify not in made:
                 verifier = make_verifier(
-                    posed.verify, allow_code=job.settings.allow_code, workers=job.settings.workers
+                    posed.verify,
+                    allow_code=job.settings.allow_code,
+                    workers=job.settings.workers,
+                    progress=progress,
                 )
-                stack.callback(verifier.close)
-                made[posed.verify] = verifier
-                if isinstance(verifier, CodeVerifier):
-                    for line in verifier.protections.sentences():
-                        progress.note(line)
+                made[posed.verify] = stack.enter_context(verifier)
             check_rows(made[posed.verify], [(row.where, row.fields) for row in posed.problems])
-        yield {posed.name: made[posed.verify] for posed in job.tasks}
+        yield made
 
 
 def judge_answers(
@@ -384,12 +342,10 @@ def judge_answers(
 ) -> list[ScoredTask]:
     """Judge all answers. Texts that were judged before are looked up."""
     with ExitStack() as stack:
-        cached: dict[str, CachedVerifier] = {}
-        for posed in job.tasks:
-            if posed.verify not in cached:
-                path = make_folder(job.out, "judgements") / f"{file_name(posed.verify)}.jsonl"
-                verifier = CachedVerifier(verifiers[posed.name], path)
-                cached[posed.verify] = stack.enter_context(verifier)
+        cached = {}
+        for name, verifier in verifiers.items():
+            path = make_folder(job.out, "judgements") / f"{file_name(name)}.jsonl"
+            cached[name] = stack.enter_context(CachedVerifier(verifier, path))
         return [_scored(job, posed, cached[posed.verify], answers, progress) for posed in job.tasks]
 
 
@@ -400,15 +356,10 @@ def _scored(
     answers: AnswersByModel,
     progress: Progress,
 ) -> ScoredTask:
-    prefill, answered = posed.task.settings.prefill, {}
-    for model, tasks in answers.items():
-        task = tasks[posed.name]
-        answered[model] = [
-            [Answer(row, one, prefill + one.text, text) for one in samples[: posed.samples]]
-            for row, text, samples in zip(
-                posed.problems, task.prompts, task.completions, strict=True
-            )
-        ]
+    answered = {
+        model: [samples[: posed.samples] for samples in tasks[posed.name]]
+        for model, tasks in answers.items()
+    }
     made = [one for problems in answered.values() for samples in problems for one in samples]
     judged = iter(judge(made, verifier, job.settings.workers, progress))
     return ScoredTask(

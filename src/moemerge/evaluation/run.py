@@ -13,14 +13,13 @@ from typing import Any
 from moemerge.config.models import ModelLike
 from moemerge.evaluation.answers import (
     AnswersByModel,
-    PromptedModel,
     ScoredTask,
     answer,
     failures,
     file_name,
     judge_answers,
     opened_verifiers,
-    prompt_models,
+    prompt_model,
     recall,
     remaining_work,
 )
@@ -72,10 +71,9 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
 
 
 def _answered(job: EvaluationJob, progress: Progress) -> AnswersByModel:
-    asked: Sequence[PromptedModel] = prompt_models(job)
-    if job.tasks:
-        for effort in remaining_work(job, asked):
-            progress.note(str(effort))
+    asked = [prompt_model(job, name, model) for name, model in job.models.items()]
+    for one in asked if job.tasks else ():
+        progress.note(remaining_work(job, one))
     return {one.name: answer(job, one, progress) for one in asked}
 
 

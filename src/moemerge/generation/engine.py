@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Finish(enum.Enum):
+class Finish(enum.StrEnum):
     """Why a completion ended."""
 
     STOP = "stop"  # the model ended it, or a stop text did
@@ -31,6 +31,15 @@ class CompletionRequest:
         content = struct.pack(f"<QQ{len(self.tokens)}q", seed, self.sample, *self.tokens)
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
+    def completed(self, text: str, tokens: int, stops: Sequence[str], *, cut: bool) -> Completion:
+        """Return its completion: the text before the first stop text."""
+        text, stopped = cut_at_stops(text, stops)
+        finish = Finish.LENGTH if cut and not stopped else Finish.STOP
+        return Completion(self.prompt, self.sample, text, tokens, finish)
+
+    def failed(self, detail: str) -> Completion:
+        return Completion(self.prompt, self.sample, "", 0, Finish.FAILED, detail)
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -42,6 +51,10 @@ class Completion:
     tokens: int  # number of generated tokens
     finish: Finish
     detail: str = ""  # the error, if it failed
+
+    @property
+    def has_failed(self) -> bool:
+        return self.finish is Finish.FAILED
 
 
 class Engine(Protocol):

@@ -39,7 +39,7 @@ class CompletionJournal:
     def __init__(self, path: Path, made_by: Mapping[str, Any], *, restart: bool = False) -> None:
         self.path = path
         self._made_by = dict(made_by)
-        self._known: dict[tuple[str, int], Completion] = {}
+        self._known: dict[tuple[str, int], Completion] = {}  # by `prompt_key` and sample
         head = {"kind": COMPLETIONS_KIND, "edition": COMPLETIONS_EDITION, "made_by": self._made_by}
         try:
             self._file = LineStore(path, head, restart=restart)
@@ -47,7 +47,8 @@ class CompletionJournal:
             raise self._another_run(error.stored) from error
         try:
             for line in self._file.lines:
-                self._remember(line)
+                values = {**line, "prompt": -1, "finish": Finish(line["finish"])}
+                self._known[line["prompt"], line["sample"]] = Completion(**values)
         except (ValueError, KeyError, TypeError) as error:
             self._file.close()
             raise DataError(
@@ -61,38 +62,19 @@ class CompletionJournal:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def find(self, tokens: Sequence[int], prompt: int, sample: int) -> Completion | None:
-        """Return the completion of this prompt and sample, with the prompt's index in the caller's
-        list.
-        """
-        return self.get(prompt_key(tokens), prompt, sample)
-
     def get(self, key: str, prompt: int, sample: int) -> Completion | None:
-        """`find` for a prompt whose key is known."""
+        """Return the completion of a prompt with this key, at its index in the caller's list."""
         known = self._known.get((key, sample))
         return known and replace(known, prompt=prompt)
 
     def finished(self) -> set[tuple[str, int]]:
         """Return the keys and samples of completions that did not fail."""
-        done = (item for item in self._known.items() if item[1].finish is not Finish.FAILED)
-        return {key for key, _completion in done}
+        return {key for key, completion in self._known.items() if not completion.has_failed}
 
     def add(self, tokens: Sequence[int], completion: Completion) -> None:
         key = prompt_key(tokens)
         self._known[key, completion.sample] = completion
-        self._file.add(
-            {
-                "prompt": key,
-                "sample": completion.sample,
-                "text": completion.text,
-                "tokens": completion.tokens,
-                "finish": completion.finish.value,
-                "detail": completion.detail,
-            }
-        )
-
-    def __len__(self) -> int:
-        return len(self._known)
+        self._file.add({**asdict(completion), "prompt": key})
 
     def _another_run(self, stored: Mapping[str, Any]) -> DataError:
         before = stored.get("made_by", {})
@@ -108,17 +90,6 @@ class CompletionJournal:
             + ("; ".join(differing) or "written by another version"),
             hint="run that one again to finish it, or start anew with `overwrite=True`",
         )
-
-    def _remember(self, line: Mapping[str, Any]) -> None:
-        completion = Completion(
-            prompt=-1,
-            sample=line["sample"],
-            text=line["text"],
-            tokens=line["tokens"],
-            finish=Finish(line["finish"]),
-            detail=line["detail"],
-        )
-        self._known[line["prompt"], completion.sample] = completion
 
 
 def prompt_key(tokens: Sequence[int]) -> str:
@@ -150,9 +121,10 @@ def complete(
     finished: dict[tuple[int, int], Completion] = {}
     missing: list[CompletionRequest] = []
     for place, tokens in enumerate(prompts):
+        key = prompt_key(tokens)
         for sample in range(settings.samples):
-            known = journal.find(tokens, place, sample)
-            if known is not None and known.finish is not Finish.FAILED:
+            known = journal.get(key, place, sample)
+            if known is not None and not known.has_failed:
                 finished[place, sample] = known
             else:
                 missing.append(CompletionRequest(place, sample, tuple(tokens)))
@@ -244,13 +216,11 @@ def judge(
     answers: Sequence[Answer], verifier: Verifier, workers: int | None, progress: Progress
 ) -> list[Answer]:
     """Return the answers with their judgements, in the same order."""
-    made = [answer for answer in answers if answer.completion.finish is not Finish.FAILED]
+    made = [answer for answer in answers if not answer.completion.has_failed]
     items = [(answer.prompt.fields, answer.response) for answer in made]
     judged = iter(check_all(verifier, items, workers=workers, progress=progress))
     return [
-        answer
-        if answer.completion.finish is Finish.FAILED
-        else replace(answer, judged=next(judged))
+        answer if answer.completion.has_failed else replace(answer, judged=next(judged))
         for answer in answers
     ]
 

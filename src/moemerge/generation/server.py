@@ -20,7 +20,7 @@ from typing import Any, Final
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.errors import ResourceError, UsageError
-from moemerge.generation.engine import Completion, CompletionRequest, Finish, cut_at_stops
+from moemerge.generation.engine import Completion, CompletionRequest
 from moemerge.generation.settings import GenerationSettings
 from moemerge.runtime.process import start_thread
 from moemerge.runtime.progress import Progress
@@ -147,9 +147,7 @@ class ServerEngine:
                 return _completion(wanted, answer, self._settings)
             except RefusalError as refusal:
                 if refusal.status not in BUSY:
-                    return Completion(
-                        wanted.prompt, wanted.sample, "", 0, Finish.FAILED, str(refusal)
-                    )
+                    return wanted.failed(str(refusal))
                 problem: Exception = ConnectionError(str(refusal))
             except _PROBLEMS as error:
                 problem = error
@@ -232,14 +230,11 @@ def _completion(
 ) -> Completion:
     try:
         choice = answer["choices"][0]
-        text, stopped = cut_at_stops(str(choice["text"]), settings.stop)
-        cut = choice.get("finish_reason") == "length" and not stopped
+        text, cut = str(choice["text"]), choice.get("finish_reason") == "length"
         tokens = int((answer.get("usage") or {}).get("completion_tokens") or 0)
     except (KeyError, IndexError, TypeError, ValueError) as problem:
-        words = f"an answer of another form ({type(problem).__name__}: {problem})"
-        return Completion(wanted.prompt, wanted.sample, "", 0, Finish.FAILED, words)
-    finish = Finish.LENGTH if cut else Finish.STOP
-    return Completion(wanted.prompt, wanted.sample, text, tokens, finish)
+        return wanted.failed(f"an answer of another form ({type(problem).__name__}: {problem})")
+    return wanted.completed(text, tokens, settings.stop, cut=cut)
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -157,8 +157,7 @@ class TransformersEngine:
         fitting = [w for w in wanted if len(w.tokens) < context]
         for w in wanted:
             if len(w.tokens) >= context:
-                detail = f"a prompt of {len(w.tokens)} tokens, the model reads {context}"
-                yield Completion(w.prompt, w.sample, "", 0, Finish.FAILED, detail)
+                yield w.failed(f"a prompt of {len(w.tokens)} tokens, the model reads {context}")
         if not fitting:
             return
         longest = max(len(w.tokens) for w in fitting)
@@ -167,10 +166,9 @@ class TransformersEngine:
         rows = min(self._rows(capacity), 1 << (total - 1).bit_length())
         batch = self._batch(rows, capacity)
         for done in batch.run(fitting):
-            text = self._tokenizer.decode(done.tokens, skip_special_tokens=True)
-            text, stopped = cut_at_stops(str(text), self._settings.stop)
-            finish = Finish.STOP if stopped else done.finish
-            yield Completion(done.wanted.prompt, done.wanted.sample, text, len(done.tokens), finish)
+            text = str(self._tokenizer.decode(done.tokens, skip_special_tokens=True))
+            cut = done.finish is Finish.LENGTH
+            yield done.wanted.completed(text, len(done.tokens), self._settings.stop, cut=cut)
 
     def log_likelihoods(
         self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]

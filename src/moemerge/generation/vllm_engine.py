@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.models import ModelLike
 from moemerge.errors import UsageError
-from moemerge.generation.engine import Completion, CompletionRequest, Finish, cut_at_stops
+from moemerge.generation.engine import Completion, CompletionRequest
 from moemerge.generation.settings import GenerationSettings
 
 AT_A_TIME: Final = 2048  # completions per call, between two writes to disk
@@ -54,10 +54,8 @@ class VllmEngine:
             answers = self._llm.generate(prompts, [self._sampling(w) for w in some], use_tqdm=False)
             for w, answer in zip(some, answers, strict=True):
                 output = answer.outputs[0]
-                text, stopped = cut_at_stops(output.text, self._settings.stop)
-                cut = output.finish_reason == "length" and not stopped
-                finish = Finish.LENGTH if cut else Finish.STOP
-                yield Completion(w.prompt, w.sample, text, len(output.token_ids), finish)
+                cut = output.finish_reason == "length"
+                yield w.completed(output.text, len(output.token_ids), self._settings.stop, cut=cut)
 
     def close(self) -> None:
         del self._llm

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 Fields = Mapping[str, Any]
 
@@ -72,6 +72,12 @@ class Verifier(ABC):
 
     def close(self) -> None:  # noqa: B027  (most verifiers keep no process)
         """End worker processes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 K = TypeVar("K")

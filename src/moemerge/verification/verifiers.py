@@ -44,8 +44,17 @@ NAMES: Final = ("math", "code", "exact", "choice", "instructions")
 PUBLISHED: Final = ("last-number", "bare-math", "last-choice", "code-3s")
 
 
-def make_verifier(name: str, *, allow_code: bool = False, workers: int | None = None) -> Verifier:
-    """Return the verifier of this name, or of `module:function`. Close it after use."""
+def make_verifier(
+    name: str,
+    *,
+    allow_code: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Verifier:
+    """Return the verifier of this name, or of `module:function`. Close it after use.
+
+    One that runs programs notes what protects this system from them.
+    """
     makers: dict[str, Callable[[], Verifier]] = {
         "math": lambda: MathVerifier(workers=workers or cpu_count()),
         "code": lambda: CodeVerifier(allow_code=allow_code),
@@ -65,7 +74,11 @@ def make_verifier(name: str, *, allow_code: bool = False, workers: int | None = 
             f"unknown check {name!r}{did_you_mean(name, makers)}",
             hint=f"known: {', '.join(NAMES)}, or your own MODULE:FUNCTION",
         )
-    return makers[name]()
+    verifier = makers[name]()
+    if progress is not None and isinstance(verifier, CodeVerifier):
+        for line in verifier.protections.sentences():
+            progress.note(line)
+    return verifier
 
 
 def check_rows(verifier: Verifier, rows: Iterable[tuple[str, Fields]]) -> None:
@@ -192,12 +205,6 @@ class CachedVerifier(Verifier):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def __enter__(self) -> CachedVerifier:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _key(self, row: Fields, response: str) -> str:
         content = [JUDGEMENTS_EDITION, self.name, self.inner.relevant(row), response]
