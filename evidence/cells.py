@@ -83,10 +83,15 @@ class Merge:
     method: str
     domains: tuple[str, ...]
     parents: tuple[Any, ...] = ()
+    is_given: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.method}({','.join(self.domains)})"
+
+    @property
+    def urgency(self) -> float:
+        return MEASURING + MERGING.get(self.method, 1.0)
 
 
 @dataclass(frozen=True)
@@ -99,16 +104,6 @@ class Bench:
     device: str
 
     # --- what moemerge.experiments calls ---
-
-    def is_given(self, node: Merge) -> bool:
-        return False
-
-    @property
-    def measuring(self) -> float:
-        return MEASURING
-
-    def urgency(self, node: Merge) -> float:
-        return MEASURING + MERGING.get(node.method, 1.0)
 
     def prepare(self) -> None:
         """Write the calibration text of every kind, unless it exists."""
@@ -128,9 +123,6 @@ class Bench:
 
     def remove(self, node: Merge) -> None:
         shutil.rmtree(self.merged(node), ignore_errors=True)
-
-    def nodes(self, cell: Cell) -> tuple[Merge, ...]:
-        return cell.merges
 
     def measure(self, cell: Cell) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -195,7 +187,7 @@ class Cell:
 
     name: str
     domains: tuple[str, ...]
-    merges: tuple[Merge, ...]
+    nodes: tuple[Merge, ...]
     measure: Measure = field(compare=False)
     steps: tuple[Step, ...] = field(default=(), compare=False)
 
@@ -364,7 +356,7 @@ def distilled(cell: Cell, general: int = 0, **settings: Any) -> Cell:
     words = [f"{key}={value}" for key, value in sorted(settings.items())]
     words += [f"base={general}"] if general else []
     step = partial(_distill, general=general, settings=settings)
-    return _one(f"{cell.name} distilled[{','.join(words)}]", cell.merges[0], *cell.steps, step)
+    return _one(f"{cell.name} distilled[{','.join(words)}]", cell.nodes[0], *cell.steps, step)
 
 
 @dataclass(frozen=True)
@@ -387,7 +379,7 @@ def tuned(cell: Cell, tunings: tuple[Tuning, ...] = (USUAL,)) -> Cell:
     """
     sweep = "|".join(f"{tuning.times}x{tuning.lr:g}" for tuning in tunings)
     name = f"{cell.name} tuned" + (f"[{sweep}]" if tunings != (USUAL,) else "")
-    return _one(name, cell.merges[0], *cell.steps, partial(_tune, tunings=tunings))
+    return _one(name, cell.nodes[0], *cell.steps, partial(_tune, tunings=tunings))
 
 
 def pruned(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
-from evidence.cells import Bench, Cell, Scale, SetKey, set_digest
+from evidence.cells import MEASURING, Bench, Cell, Scale, SetKey, set_digest
 from evidence.data import PRESETS, REGIMES
 from evidence.experiments import EXPERIMENTS, Experiment, Scope
 from evidence.layout import ARCHITECTURES
@@ -58,7 +58,7 @@ class Table:
 
     def summary(self, journal: CellJournal) -> Summary:
         """Return the table's numbers, as far as they were measured."""
-        return summarise(self.experiment.form(self.sets[0]), self.rows, self.sets, journal)
+        return summarise(self.experiment.form(self.sets[0]), self.rows, self.sets, journal.get)
 
 
 def plan_tables(request: TableRequest) -> list[Table]:
@@ -170,6 +170,7 @@ def _measure(
             key,
             Bench(set_folder(request, key), work / key.name, request.scale, request.device),
             own,
+            MEASURING,
         )
         for key, own in left.items()
     ]

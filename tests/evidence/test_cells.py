@@ -49,10 +49,10 @@ def bench(trained, tmp_path):
 
 def make(bench, cell, out):
     """Apply a cell's steps to its merge."""
-    for merge in cell.merges:
+    for merge in cell.nodes:
         bench.make(merge)
     (step,) = cell.steps
-    step(bench, bench.merged(cell.merges[0]), cell.domains, out)
+    step(bench, bench.merged(cell.nodes[0]), cell.domains, out)
     return out
 
 

@@ -66,7 +66,7 @@ def fill(journal, name, keys=KEYS):
 
 
 def summary_of(journal, name, keys=KEYS):
-    return summarise(EXPERIMENTS[name].form(keys[0]), fill(journal, name, keys), keys, journal)
+    return summarise(EXPERIMENTS[name].form(keys[0]), fill(journal, name, keys), keys, journal.get)
 
 
 def test_means_errors_and_differences(journal):
@@ -87,7 +87,7 @@ def test_means_errors_and_differences(journal):
 def test_an_unfinished_table_is_shown_as_far_as_it_is(journal):
     rows = EXPERIMENTS["two-model"].rows(SCOPE)
     journal.add(KEYS[1], rows[0].cell, result(rows[0].cell, 3, 0.5))
-    summary = summarise(EXPERIMENTS["two-model"].form(KEYS[0]), rows, KEYS, journal)
+    summary = summarise(EXPERIMENTS["two-model"].form(KEYS[0]), rows, KEYS, journal.get)
     assert summary.seeds == (1,)
     assert len(summary.rows) == 1
     assert len(summary.missing) == len(rows) - 1
@@ -97,7 +97,7 @@ def test_an_unfinished_table_is_shown_as_far_as_it_is(journal):
 def test_pairs_are_those_that_both_were_measured_on(journal):
     rows = fill(journal, "two-model", KEYS[:1])
     journal.add(KEYS[1], rows[2].cell, result(rows[2].cell, 9, 0.4))
-    summary = summarise(EXPERIMENTS["two-model"].form(KEYS[0]), rows, KEYS, journal)
+    summary = summarise(EXPERIMENTS["two-model"].form(KEYS[0]), rows, KEYS, journal.get)
     by = {row.label: row for row in summary.rows if row.group == "Weight averaging"}
     assert by[AS_MERGED].overall.count == 2
     assert by[HARC].against_first.accuracy.difference.count == 1
@@ -125,7 +125,7 @@ def test_recorded_cells_give_the_recorded_table(name, tmp_path):
     one = EXPERIMENTS[name]
     rows = one.rows(Scope(("average", "wudi", "regmean"), layers=3))
     keys = [SetKey("olmoe", "tiny", "soft", seed) for seed in (0, 1, 2)]
-    summary = summarise(one.form(keys[0]), rows, keys, CellJournal(tmp_path, scale))
+    summary = summarise(one.form(keys[0]), rows, keys, CellJournal(tmp_path, scale).get)
     assert markdown(summary, style=BY_SEEDS) == (RECORDED / f"{name}-soft.md").read_text(
         encoding="utf-8"
     )

@@ -50,7 +50,7 @@ def summary_of(folder, solved, **values):
         domain = {"accuracy": right / PROBLEMS, "problems": PROBLEMS, "tasks": {"sums": task}}
         journal.add(seed, rows[-1].cell, {"domains": {"math": domain}})
     journal.close()
-    return summarise(form, rows, [seed], journal)
+    return summarise(form, rows, [seed], journal.get)
 
 
 def test_the_base_comes_first_then_the_best_source_then_the_control(tmp_path):

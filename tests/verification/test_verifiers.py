@@ -15,7 +15,6 @@ from moemerge.verification.verifiers import (
     ExactVerifier,
     check_all,
     check_rows,
-    chosen,
     make_verifier,
 )
 
@@ -50,7 +49,7 @@ def test_long_texts_are_shown_where_they_differ():
     ],
 )
 def test_choices(response, letter):
-    assert chosen(response) == letter
+    assert ChoiceVerifier().chosen(response) == letter
 
 
 def test_a_choice_is_compared_by_its_letter():

@@ -143,8 +143,8 @@ class PromptedModel:
     name: str
     model: ModelLike
     tokenizer: Tokenizer
-    prompts: Mapping[str, tuple[str, ...]]  # task -> prompts
-    tokens: Mapping[str, tuple[tuple[int, ...], ...]]
+    prompts: Mapping[str, list[str]]  # task -> prompts
+    tokens: Mapping[str, list[list[int]]]
 
 
 def prompt_model(job: EvaluationJob, name: str, model: ModelLike) -> PromptedModel:
@@ -161,8 +161,7 @@ def prompt_model(job: EvaluationJob, name: str, model: ModelLike) -> PromptedMod
                 hint="add chat_template.jinja to the model folder; `plain=True` uses plain text",
             )
         texts, ids = tokenized(posed.problems, tokenizer, task.prefill)
-        prompts[posed.name] = tuple(texts)
-        tokens[posed.name] = tuple(tuple(line) for line in ids)
+        prompts[posed.name], tokens[posed.name] = texts, ids
     return PromptedModel(name, model, tokenizer, prompts, tokens)
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from moemerge.evaluation.job import TASK_SUFFIXES, EvaluationJob
 from moemerge.evaluation.report import TaskScores
 from moemerge.generation.prompts import open_tokenizer
 from moemerge.generation.run import CompletionJournal, complete, engine_maker, made_by
-from moemerge.generation.settings import GenerationSettings
+from moemerge.generation.settings import EngineSettings, GenerationSettings
 from moemerge.generation.transformers_engine import Likelihood, TransformersEngine
 from moemerge.runtime.progress import Progress
 from moemerge.text.templates import has_template
@@ -99,10 +99,9 @@ class Bridge:
         own = self._job.settings
         until = wishes.get("until") or ()
         sampled = wishes.get("do_sample") or (wishes.get("temperature") or 0) > 0
-        names = ("seed", "engine", "url", "served_model", "batch_size", "device", "dtype")
         most = wishes.get("max_gen_toks", wishes.get("max_new_tokens", MOST_TOKENS))
         values = {
-            **{name: getattr(own, name) for name in names},
+            **{name: getattr(own, name) for name in EngineSettings.model_fields},
             "temperature": float(wishes.get("temperature", 1.0) or 0) if sampled else 0.0,
             "top_p": float(wishes.get("top_p") or 1.0),
             "top_k": int(wishes.get("top_k") or 0),
@@ -202,7 +201,7 @@ def samples_of(
     import lm_eval
 
     settings = job.settings
-    with _quiet():
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for results
         results = lm_eval.simple_evaluate(
             language_model(bridge),
             tasks=list(tasks),
@@ -219,34 +218,22 @@ def samples_of(
 def _tasks(names: Sequence[str]) -> tuple[Any, list[Any]]:
     """Return lm-eval's index of tasks, and the requested ones: names, or lm-eval's task files."""
     from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
 
     files = [Path(name) for name in names if name.lower().endswith(TASK_SUFFIXES)]
     for file in files:
         if not os.path.isfile(file):
             raise DataError(f"no such task file {file}")
     plain = [name for name in names if Path(name) not in files]
-    with _quiet():
+    with contextlib.redirect_stdout(sys.stderr):
         manager = TaskManager(include_defaults=bool(plain))
-        loaded = [task for file in files for task in _from_file(file)]
+        loaded = [load_yaml(file) for file in files]
         unknown = [name for name in plain if name not in manager.all_tasks]
     if unknown:
         raise UsageError(
             f"lm-eval has no task {', '.join(unknown)}", hint="`lm-eval ls tasks` lists them"
         )
     return manager, [*plain, *loaded]
-
-
-def _from_file(file: Path) -> list[Any]:
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    return [load_yaml(file)]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Send what lm-eval prints to stderr: stdout is for results."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
 
 
 def _scores(name: str, by_model: Sequence[Sequence[Mapping[str, Any]]]) -> TaskScores:

@@ -90,24 +90,21 @@ _INDEX: Final = re.compile(r"^model-index:[^\n]*\n(?:(?:[ \t-][^\n]*)?\n)*", re.
 
 def model_index(report: EvaluationReport, model: str) -> str:
     """Return the YAML of one model's results. Strings are quoted as in JSON, which YAML accepts."""
-    return "\n".join(_lines(report, model)) + "\n"
-
-
-def _lines(report: EvaluationReport, model: str) -> Iterator[str]:
     quoted = json.dumps
-    yield "model-index:"
-    yield f"- name: {quoted(model)}"
-    yield "  results:"
+    text = f"model-index:\n- name: {quoted(model)}\n  results:\n"
     for (title, data_set), (metric, name, value) in _results(report, model):
-        yield "  - task:"
-        yield "      type: text-generation"
-        yield "    dataset:"
-        yield f"      name: {quoted(title)}"
-        yield f"      type: {quoted(data_set)}"
-        yield "    metrics:"
-        yield f"    - type: {quoted(metric)}"
-        yield f"      name: {quoted(name)}"
-        yield f"      value: {value:.4f}"
+        text += f"""\
+  - task:
+      type: text-generation
+    dataset:
+      name: {quoted(title)}
+      type: {quoted(data_set)}
+    metrics:
+    - type: {quoted(metric)}
+      name: {quoted(name)}
+      value: {value:.4f}
+"""
+    return text
 
 
 def _results(

@@ -21,6 +21,7 @@ from moemerge.evaluation.significance import (
     mean,
     two_sided,
     weighted,
+    weighted_mean,
 )
 from moemerge.evaluation.text_losses import TextPerplexity, text_headline
 from moemerge.generation.run import Counts
@@ -309,12 +310,9 @@ def _row(
     single = any(len(one.task.problems) == 1 for one in drawn)
     scores = {}
     for place, model in enumerate(models):
-        summaries = [one.summaries[place] for one in drawn]
-        errors = [s.error for s in summaries]
-        value = math.fsum(w * s.value for w, s in zip(weights, summaries, strict=True))
-        squares = [(w * e) ** 2 for w, e in zip(weights, errors, strict=True) if e is not None]
-        error = math.sqrt(math.fsum(squares)) if None not in errors else None
-        scores[model] = MeanScore(value, error, (0.0, 1.0) if single else interval(means[:, place]))
+        whole = weighted_mean(weights, [one.summaries[place] for one in drawn])
+        spread = (0.0, 1.0) if single else interval(means[:, place])
+        scores[model] = MeanScore(whole.value, whole.error, spread)
     pairs = []
     for place, (first, second) in enumerate(combinations(range(len(models)), 2)):
         gaps = [one.differences[place] for one in drawn]

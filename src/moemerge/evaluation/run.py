@@ -59,13 +59,15 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
     with opened_verifiers(job, progress) as verifiers:
         answers = recall(job, progress) if request.output.rescore else _answered(job, progress)
         scored = judge_answers(job, verifiers, answers, progress)
-    report = _report(
-        job, answers, scored, bridged_scores(job, progress) if request.output.lm_eval else []
+    others = bridged_scores(job, progress) if request.output.lm_eval else []
+    report = _report(job, answers, scored, others)
+    measured, notices = measure_texts(job, progress) if job.texts else ((), [])
+    report = replace(
+        report,
+        perplexity=measured,
+        notices=(*report.notices, *notices),
+        seconds=time.monotonic() - begun,
     )
-    if job.texts:
-        measured, notices = measure_texts(job, progress)
-        report = replace(report, perplexity=measured, notices=(*report.notices, *notices))
-    report = replace(report, seconds=time.monotonic() - begun)
     _keep(job, scored, report)
     return report
 

@@ -58,6 +58,15 @@ def mean(values: Sequence[float]) -> Mean:
     return Mean(middle, math.sqrt(variance / n), n)
 
 
+def weighted_mean(weights: Sequence[float], means: Sequence[Mean]) -> Mean:
+    """Return a weighted sum of independent means, with its standard error."""
+    value = math.fsum(w * m.value for w, m in zip(weights, means, strict=True))
+    squares = [
+        (w * m.error) ** 2 for w, m in zip(weights, means, strict=True) if m.error is not None
+    ]
+    return Mean(value, math.sqrt(math.fsum(squares)) if len(squares) == len(means) else None, 1)
+
+
 def paired_t(first: Sequence[float], second: Sequence[float]) -> PairedTest:
     """Student's paired t-test of `second` against `first`."""
     gaps = [b - a for a, b in zip(first, second, strict=True)]

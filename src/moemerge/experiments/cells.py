@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,19 +88,6 @@ def _text(of_set: Mapping[str, Any]) -> str:
 class Workbench(Protocol):
     """Makes the nodes and measures the cells of one set; sent to worker processes."""
 
-    def is_given(self, node: Any) -> bool:
-        """Return whether a node is an input, which is never removed."""
-        ...
-
-    @property
-    def measuring(self) -> float:
-        """The urgency of a measurement, on the scale of `urgency`."""
-        ...
-
-    def urgency(self, node: Any) -> float:
-        """Return the urgency of a node. Of two ready items, the more urgent one runs first."""
-        ...
-
     def prepare(self) -> None:
         """Do the work that all other items wait for."""
         ...
@@ -108,10 +96,6 @@ class Workbench(Protocol):
 
     def remove(self, node: Any) -> None:
         """Delete a node that no other item needs."""
-        ...
-
-    def nodes(self, cell: Any) -> tuple[Any, ...]:
-        """Return all nodes that a measurement needs."""
         ...
 
     def measure(self, cell: Any) -> dict[str, Any]: ...
@@ -124,6 +108,9 @@ class SetCells:
     key: Repeat
     bench: Workbench
     cells: Sequence[Any]
+    # The urgency of a measurement on the scale of the nodes'; the most urgent item runs first. A
+    # model can be deleted after its measurement, which frees disk space.
+    urgency: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -138,12 +125,8 @@ def run_cells(
     batches: Sequence[SetCells], journal: CellJournal, workers: Workers, progress: Progress
 ) -> list[Failure]:
     """Make and measure every cell, and store it in the journal."""
-    items: list[WorkItem] = []
-    for number, batch in enumerate(batches):
-        items += work_of(batch, number)
+    items = [item for number, batch in enumerate(batches) for item in work_of(batch, number)]
     measured = sum(item.call is _measure for item in items)
-    if not measured:
-        return []
     failures: list[Failure] = []
     journal.open()
     try:
@@ -168,11 +151,11 @@ def work_of(batch: SetCells, number: int) -> Iterator[WorkItem]:
 
     def make(node: Any) -> str:
         """Return the key of the item that makes a node, after those it depends on."""
-        if bench.is_given(node):
+        if node.is_given:
             return first
         if node not in made:
             after = tuple(dict.fromkeys([first, *(make(parent) for parent in node.parents)]))
-            words, rank = f"{name}: make {node.name}", (number, -bench.urgency(node))
+            words, rank = f"{name}: make {node.name}", (number, -node.urgency)
             if any(item.key == words for item in made.values()):  # the same node in another seed
                 words += f" ({len(made)})"
             made[node] = WorkItem(
@@ -181,11 +164,9 @@ def work_of(batch: SetCells, number: int) -> Iterator[WorkItem]:
         return made[node].key
 
     for cell in batch.cells:
-        after = tuple(dict.fromkeys([first, *(make(node) for node in bench.nodes(cell))]))
-        words = f"{name}: measure {cell.name}"
-        yield WorkItem(
-            words, _measure, (bench, batch.key, cell), after, rank=(number, -bench.measuring)
-        )
+        after = tuple(dict.fromkeys([first, *(make(node) for node in cell.nodes)]))
+        words, rank = f"{name}: measure {cell.name}", (number, -batch.urgency)
+        yield WorkItem(words, _measure, (bench, batch.key, cell), after, rank=rank)
     yield from made.values()
 
 

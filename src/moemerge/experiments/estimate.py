@@ -6,9 +6,11 @@ It uses no network. The size of a model that was never downloaded is taken from 
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,9 @@ from moemerge.checkpoint.tensors import format_size, parse_size
 from moemerge.data.settings import DataRecipe
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.evaluation.job import BenchmarkTask, generation_settings
-from moemerge.experiments.plan import StudyPlan
+from moemerge.experiments.plan import INPUTS, StudyPlan
 from moemerge.experiments.settings import BY_VERB
-from moemerge.experiments.tree import StudyCell, StudyNode, with_parents
+from moemerge.experiments.tree import StudyCell, StudyNode, task_files, with_parents
 from moemerge.runtime.devices import free_disk
 from moemerge.runtime.progress import counted
 
@@ -91,10 +93,11 @@ class StudyEstimate:
     def __str__(self) -> str:
         left = [cell for cell in self.cells if not cell.measured]
         models = [node for node in self.nodes if not node.there]
+        tokens = "an unknown number of" if self.tokens is None else f"{self.tokens:,}"
         return (
             f"{len(left)} of {counted(len(self.cells), 'cell')} to measure, "
             f"{counted(len(models), 'model or text', 'models and texts')} to make; at most "
-            f"{shown_tokens(self.tokens)} tokens to generate; models take about "
+            f"{tokens} tokens to generate; models take about "
             f"{shown_bytes(self.peak_bytes)} of disk at a time, {shown_bytes(self.free_bytes)} are "
             "free"
         )
@@ -118,10 +121,6 @@ class StudyEstimate:
             )
 
 
-def shown_tokens(count: int | None) -> str:
-    return "an unknown number of" if count is None else f"{count:,}"
-
-
 def shown_bytes(count: int | None) -> str:
     return "an unknown size" if count is None else format_size(count)
 
@@ -130,24 +129,23 @@ def estimate(
     plan: StudyPlan, left: Sequence[StudyCell], folder: Path, *, jobs: int, keep: bool
 ) -> StudyEstimate:
     """Estimate the cells that are `left`. Models are made in `folder`; `keep` keeps them."""
-    sizes = _Sizes(plan)
-    nodes = plan.nodes(list(plan.cells.values()))
+    size = _sizes(plan)
     needed = dict.fromkeys(plan.nodes(left))
     costs = [
         NodeCost(
             name=node.name,
             kind=KINDS[node.kind],
             made_of=tuple(parent.name for parent in node.parents if parent.kind != "files"),
-            bytes=sizes.of(node),
+            bytes=size(node),
             tokens=_tokens(node),
             there=node not in needed or _is_there(node, folder),
         )
-        for node in nodes
+        for node in plan.nodes()
         if node.kind != "files"
     ]
     open_cells = {cell.name for cell in left}
     cells = [_cell_cost(plan, cell, cell.name in open_cells) for cell in plan.cells.values()]
-    peak = _peak(left, sizes, folder, jobs=jobs, keep=keep)
+    peak = _peak(left, size, folder, jobs=jobs, keep=keep)
     return StudyEstimate(
         title=plan.config.title,
         nodes=tuple(costs),
@@ -169,36 +167,28 @@ def _is_there(node: StudyNode, folder: Path) -> bool:
 
 def largest_model(plan: StudyPlan) -> int:
     """Return the bytes of the largest model on disk; 0 if unknown."""
-    sizes = _Sizes(plan)
-    return max((sizes.of(node) or 0 for node in plan.nodes(list(plan.cells.values()))), default=0)
+    size = _sizes(plan)
+    return max((size(node) or 0 for node in plan.nodes()), default=0)
 
 
-class _Sizes:
-    """Sizes of models: a made one is as large as its inputs."""
+def _sizes(plan: StudyPlan) -> Callable[[StudyNode], int | None]:
+    """Return a function from models to their sizes: a made one is as large as its inputs."""
+    default = None if plan.config.size is None else parse_size(plan.config.size)
 
-    def __init__(self, plan: StudyPlan) -> None:
-        size = plan.config.size
-        self._default = None if size is None else parse_size(size)
-        self._known: dict[str, int | None] = {}
-
-    def of(self, node: StudyNode) -> int | None:
+    @cache
+    def size(node: StudyNode) -> int | None:
         if not node.is_model:
             return None
-        if node.digest not in self._known:
-            self._known[node.digest] = self._size(node)
-        return self._known[node.digest]
-
-    def _size(self, node: StudyNode) -> int | None:
         if node.kind != "given":
-            return self.of(node.parents[0])
-        model = node.values["model"]
-        if is_here(model):
-            try:
-                with Checkpoint.open(model) as checkpoint:
+            return size(node.parents[0])
+        # Errors are reported when it is used.
+        with contextlib.suppress(MoeMergeError):
+            if is_here(node.values["model"]):
+                with Checkpoint.open(node.values["model"]) as checkpoint:
                     return sum(info.nbytes for info in checkpoint.tensors.values())
-            except MoeMergeError:
-                return self._default  # errors are reported when it is used
-        return self._default
+        return default
+
+    return size
 
 
 def _tokens(node: StudyNode) -> int | None:
@@ -266,41 +256,40 @@ def _problems(plan: StudyPlan, task: BenchmarkTask) -> int | None:
 
 
 def _missing(plan: StudyPlan, nodes: Sequence[StudyNode]) -> Iterator[MissingInput]:
-    said: set[str] = set()
+    needed_for: dict[tuple[str, bool], str] = {}  # by name, and whether it is data
     for node in nodes:
         if node.kind == "given":
-            model = node.values["model"]
-            if model not in said and not is_here(model):
-                said.add(model)
-                yield MissingInput(model, _where(model, data=False), node.name)
-        elif node.kind == "files":
-            yield from _missing_files(node.values["files"], node.name, said)
-        elif node.kind == "text" and not os.path.exists(node.values["file"]):
-            recipe = node.values["recipe"]
-            inputs = [*recipe.get("prompts", ()), *recipe.get("text", ())]
-            inputs += recipe.get("against", ())
-            yield from _missing_files(inputs, node.name, said)
-    for name, texts in plan.texts.items():
-        yield from _missing_files(texts, f"text {name}", said)
-    for task in plan.tasks:
-        files = plan.config.evaluate.data.get(task.name) or ([task.data] if task.data else [])
-        yield from _missing_files(files, f"task {task.name}", said)
+            needed_for.setdefault((node.values["model"], False), node.name)
+        for file in _files_read(node):
+            needed_for.setdefault((file, True), node.name)
+    measured = {f"text {name}": files for name, files in plan.texts.items()}
+    measured |= {f"task {t.name}": tuple(task_files(t, plan.config)) for t in plan.tasks}
+    for why, files in measured.items():
+        for file in files:
+            needed_for.setdefault((file, True), why)
+    for (source, data), why in needed_for.items():
+        if not is_here(source, data=data):
+            on_hub = not is_local(source) if data else bool(hub_ids(source))
+            yield MissingInput(source, "to fetch" if on_hub else "missing", why)
 
 
-def _missing_files(files: Sequence[str], why: str, said: set[str]) -> Iterator[MissingInput]:
-    for file in files:
-        if file not in said and not is_here(file, data=True):
-            said.add(file)
-            yield MissingInput(file, _where(file, data=True), why)
-
-
-def _where(source: str, *, data: bool) -> str:
-    on_hub = not is_local(source) if data else bool(hub_ids(source))
-    return "to fetch" if on_hub else "missing"
+def _files_read(node: StudyNode) -> list[str]:
+    """Return the files of a text, or those that a missing text is made from."""
+    if node.kind == "files":
+        return list(node.values["files"])
+    if node.kind != "text" or os.path.exists(node.values["file"]):
+        return []
+    recipe = node.values["recipe"]
+    return [file for key in (*INPUTS, "against") for file in recipe.get(key, ())]
 
 
 def _peak(
-    left: Sequence[StudyCell], sizes: _Sizes, folder: Path, *, jobs: int, keep: bool
+    left: Sequence[StudyCell],
+    size_of: Callable[[StudyNode], int | None],
+    folder: Path,
+    *,
+    jobs: int,
+    keep: bool,
 ) -> int | None:
     """Return the most bytes on disk at a time, if cells are measured in order, some in parallel."""
     users: dict[StudyNode, set[int]] = {}
@@ -312,7 +301,7 @@ def _peak(
     for number, cell in enumerate(left):
         for node in _made(cell):
             if node not in alive:
-                size = sizes.of(node)
+                size = size_of(node)
                 if size is None:
                     return None
                 alive.add(node)
@@ -321,7 +310,7 @@ def _peak(
         done = number - jobs + 1  # cells up to this one are finished
         for node in [] if keep else [n for n in alive if max(users[n]) <= done]:
             alive.discard(node)
-            present -= sizes.of(node) or 0
+            present -= size_of(node) or 0
     return most
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,14 +11,16 @@ from moemerge.api.listing import method_schemas, wrapper_schemas
 from moemerge.checkpoint.locate import is_local
 from moemerge.config.dump import plain_settings
 from moemerge.config.faults import Fault
+from moemerge.config.fields import Strict
 from moemerge.config.load import check_document
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import BasePolicy
 from moemerge.config.repairs import RepairBlock, selected_sources
 from moemerge.config.schema import REPAIRS
 from moemerge.data.settings import DataRecipe, files_of
+from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.evaluation.job import BenchmarkTask, find_task
-from moemerge.evaluation.settings import PERPLEXITY
+from moemerge.evaluation.settings import PERPLEXITY, EvaluationSettings
 from moemerge.experiments.settings import (
     AVERAGE,
     BASE,
@@ -29,7 +31,7 @@ from moemerge.experiments.settings import (
     TuneBlock,
     TunedSource,
 )
-from moemerge.experiments.study_file import SOURCES, LoadedStudy
+from moemerge.experiments.study_file import SOURCES, LoadedStudy, unknown
 from moemerge.experiments.tables import AS_MERGED, REFERENCE, Row, TableForm
 from moemerge.experiments.tree import (
     StudyCell,
@@ -42,7 +44,7 @@ from moemerge.experiments.tree import (
     text_files,
     with_parents,
 )
-from moemerge.registry import did_you_mean
+from moemerge.tuning.settings import TuningSettings
 
 ALL = "table"  # the table of a study without tables
 INPUTS = ("prompts", "text")  # keys of a recipe whose local files are parents of the text
@@ -84,8 +86,9 @@ class StudyPlan:
                 cells[at_seed(name, seed)] = replace(cell, name=at_seed(name, seed))
         return cells
 
-    def nodes(self, cells: Sequence[StudyCell]) -> list[StudyNode]:
-        """All nodes that these cells need, parents first."""
+    def nodes(self, cells: Iterable[StudyCell] | None = None) -> list[StudyNode]:
+        """All nodes that these cells (by default, all) need, parents first."""
+        cells = self.cells.values() if cells is None else cells
         return with_parents(node for cell in cells for node in cell.nodes)
 
 
@@ -107,7 +110,7 @@ def _seed_faults(plan: StudyPlan) -> Iterator[Fault]:
             yield Fault(("evaluate",), "all seeds share their tasks: no {seed} here")
             break
     files: dict[str, StudyNode] = {}
-    for node in plan.nodes(list(plan.cells.values())):
+    for node in plan.nodes():
         if node.kind == "text" and files.setdefault(node.values["file"], node) != node:
             words = "is made anew for every seed: put {seed} into its name"
             yield Fault(("seeds",), f"the text {node.values['file']} {words}")
@@ -131,11 +134,12 @@ class _Planner:
             self.models[BASE] = self.base(self.config.base)
         for name, source in self.config.sources.items():
             self.models[name] = self.source(name, source)
+        diagnose = self.config.diagnose
         self.asked = digest_of(
             [
-                _settings(self.config.evaluate.settings),
+                _settings(self.config.evaluate, EvaluationSettings),
                 [task_words(task, self.config) for task in self.tasks],
-                None if self.config.diagnose is None else _settings(self.config.diagnose.settings),
+                None if diagnose is None else _settings(diagnose, DiagnosisSettings),
                 *(
                     [name, text_files(name, files).values["content"]]
                     for name, files in self.texts_measured.items()
@@ -222,10 +226,7 @@ class _Planner:
                 yield Fault(place, "repairs of merges belong under `repairs`")
         known = [*self.config.sources, *([BASE] if self.config.base is not None else [])]
         for model in _used(raw):
-            if model not in known:
-                close = did_you_mean(model, known) or f"; known: {', '.join(known)}"
-                text = f"no source is called {model!r}{close}"
-                yield Fault(("merges", name), text)
+            yield from unknown(model, known, ("merges", name), "source")
 
     def filled(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Fill in what all merges of a study share: models, names, base and text."""
@@ -330,6 +331,9 @@ class _Planner:
                 node = self.repaired(merge, label)
                 cell = self.cell(node.name, self.everywhere(node), merge)
                 rows.append(Row(merge, label, cell, repair.x))
+        tasks: dict[str, dict[str, str]] = {domain: {} for domain in self.domains}
+        for task in self.tasks:
+            tasks[task.settings.domain][task.name] = task.settings.title
         form = TableForm(
             name=name,
             title=entry.title or name,
@@ -340,14 +344,10 @@ class _Planner:
             compare=self.compared(entry, labels),
             control=next(iter(self.controls(labels)), ""),
             singles=tuple(one for one in self.references(entry) if one != SOURCES),
-            tasks={d: self.tasks_of(d) for d in self.domains},
+            tasks=tasks,
             paired_by="problems",
         )
         return StudyTable(form, tuple(rows))
-
-    def tasks_of(self, domain: str) -> dict[str, str]:
-        own = [task for task in self.tasks if task.settings.domain == domain]
-        return {task.name: task.settings.title for task in own}
 
     def references(self, entry: TableEntry) -> tuple[str, ...]:
         if entry.reference is not None:
@@ -398,13 +398,13 @@ class _Planner:
 
 def _tuning(block: TuneBlock, share: float | None) -> dict[str, Any]:
     """Return the settings as given; a preset fills in the others."""
-    values, settings = plain_settings(block.settings), block.settings
-    given = {name: values[name] for name in sorted(settings.model_fields_set) if name in values}
+    values = plain_settings(block.narrowed(TuningSettings))
+    given = {name: values[name] for name in sorted(block.model_fields_set) if name in values}
     return {"settings": given, "share": share}
 
 
-def _settings(settings: Any) -> dict[str, Any]:
-    values = plain_settings(settings)
+def _settings(block: Strict, kind: type[Strict]) -> dict[str, Any]:
+    values = plain_settings(block.narrowed(kind))
     return {name: value for name, value in values.items() if name not in IDLE}
 
 

@@ -120,7 +120,7 @@ def _plain_bars(summary: Summary, axes: Any) -> None:
     colours = [COLOURS.get(row.label, OTHERS[0]) for row in rows]
     colours = [COLOURS[AS_MERGED] if n in starts.values() else c for n, c in enumerate(colours)]
     _bars(axes, range(len(rows)), [row.overall for row in rows], 0.7, colours, None)
-    axes.set_xticks(range(len(rows)), [_wrapped(row.label) for row in rows], fontsize=7)
+    axes.set_xticks(range(len(rows)), [r.label.replace(", ", ",\n") for r in rows], fontsize=7)
     if len(starts) > 1:
         for group, at in starts.items():
             axes.annotate(group, (at - 0.35, 1), xycoords=("data", "axes fraction"), va="bottom")
@@ -204,10 +204,6 @@ def _errors(values: Sequence[Mean]) -> list[float] | None:
     if any(value.error is None for value in values):
         return None
     return [100 * (value.error or 0.0) for value in values]
-
-
-def _wrapped(label: str) -> str:
-    return label.replace(", ", ",\n")
 
 
 KINDS: dict[str, Callable[[Summary, Any], None]] = {

@@ -279,14 +279,22 @@ def write_report(
             table = style.main(summary)
             written.append(_write(folder / f"{summary.name}.tex", table.latex()))
             written.append(_write(folder / f"{summary.name}.csv", table.csv()))
-    pages = "\n\n".join(markdown(s, drawn.get(s.name), style) for s in summaries)
-    page = _page((title, about), summaries, drawn, style)
-    words = "\n\n".join(
-        part for part in (f"# {title}", about, pages, style.legend(summaries)) if part
+    below = style.legend(summaries)
+    page = render_in_frame(
+        __package__,
+        "tables",
+        title=f"{title} · study",
+        top="beginning",
+        version=__version__,
+        filters={},
+        heading=title,
+        about=about,
+        legend=below,
+        parts=[_part(summary, drawn.get(summary.name), style) for summary in summaries],
     )
-    written.insert(0, _write(folder / ALL_TABLES, words))
-    written.insert(0, _write(folder / PAGE, page))
-    return written
+    texts = [f"# {title}", about, *(markdown(s, drawn.get(s.name), style) for s in summaries)]
+    words = "\n\n".join(text for text in (*texts, below) if text)
+    return [_write(folder / PAGE, page), _write(folder / ALL_TABLES, words), *written]
 
 
 def markdown(summary: Summary, figure: Path | None = None, style: TableStyle = BY_PROBLEMS) -> str:
@@ -303,25 +311,6 @@ def markdown(summary: Summary, figure: Path | None = None, style: TableStyle = B
     if summary.missing:
         parts.append(f"Not measured: {'; '.join(summary.missing)}.")
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _page(
-    words: tuple[str, str], summaries: Sequence[Summary], drawn: dict[str, Path], style: TableStyle
-) -> str:
-    """Return the page of all tables, with a title and a description."""
-    name, about = words
-    return render_in_frame(
-        __package__,
-        "tables",
-        title=f"{name} · study",
-        top="beginning",
-        version=__version__,
-        filters={},
-        heading=name,
-        about=about,
-        legend=style.legend(summaries),
-        parts=[_part(summary, drawn.get(summary.name), style) for summary in summaries],
-    )
 
 
 def _part(summary: Summary, drawn: Path | None, style: TableStyle) -> dict[str, Any]:

@@ -56,14 +56,6 @@ class TuneBlock(TuningSettings):
         None, description="rows to learn: files, hub data sets, or how to make them"
     )
 
-    @property
-    def settings(self) -> TuningSettings:
-        """The settings alone; a preset asks which of them were given."""
-        names = TuningSettings.model_fields
-        given = {name for name in self.model_fields_set if name in names}
-        values = {name: getattr(self, name) for name in names}
-        return TuningSettings.model_construct(_fields_set=given, **values)
-
 
 class TunedSource(Strict):
     """A source that the study tunes itself."""
@@ -167,11 +159,6 @@ class DiagnoseBlock(DiagnosisSettings):
     data: Annotated[dict[str, Files], NotEmpty] | None = Field(
         None, description="held-out text by source (default: the study's `data`)"
     )
-
-    @property
-    def settings(self) -> DiagnosisSettings:
-        """The settings alone."""
-        return self.narrowed(DiagnosisSettings)
 
 
 class TableEntry(Strict):

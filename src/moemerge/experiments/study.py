@@ -20,7 +20,7 @@ from moemerge.experiments.report import write_report
 from moemerge.experiments.settings import StudyKeywords, StudySettings
 from moemerge.experiments.study_bench import StudyBench
 from moemerge.experiments.study_file import load_study
-from moemerge.experiments.summary import Summary, summarise
+from moemerge.experiments.summary import FindEntry, Summary, summarise
 from moemerge.experiments.tables import Measurement, Repeat
 from moemerge.experiments.tree import StudyCell, StudySet, at_seed
 from moemerge.experiments.work import Workers
@@ -100,8 +100,8 @@ def run_study(
         failures = run_cells([SetCells(SET, bench, left)], journal, workers, progress)
         if not bench.keep_models and not failures:
             shutil.rmtree(bench.folder, ignore_errors=True)
-    known = Known(journal, plan)
     sets = [StudySet(seed=seed) for seed in plan.config.seeds] or [SET]
+    known = known_cells(plan, journal)
     summaries = tuple(summarise(t.form, t.rows, sets, known) for t in plan.tables)
     title, about = plan.config.title, plan.config.about
     written = write_report(out, summaries, figures=settings.figures, title=title, about=about)
@@ -119,37 +119,32 @@ def expect(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyEstimate
     return estimate(plan, left, bench.folder, jobs=jobs, keep=bench.keep_models)
 
 
-class Known(CellJournal):
-    """The cells of a journal whose inputs match the current study."""
+def known_cells(plan: StudyPlan, journal: CellJournal) -> FindEntry:
+    """Return a function that finds a measured cell, if its inputs match the current study."""
+    cells = plan.cells
 
-    def __init__(self, journal: CellJournal, plan: StudyPlan) -> None:
-        super().__init__(journal.path.parent, {})
-        self._cells = plan.cells
-        self._repeated = bool(plan.seeds)
+    def find(key: Repeat, cell: Measurement) -> dict[str, Any] | None:
+        current = cells[at_seed(cell.name, key.seed) if plan.seeds else cell.name]
+        return journal.get(SET, current) if is_measured(current, journal) else None
 
-    def get(self, key: Repeat, cell: Measurement) -> dict[str, Any] | None:
-        """Return the cell, in a repeated study the one of the set's seed."""
-        name = at_seed(cell.name, key.seed) if self._repeated else cell.name
-        current = self._cells[name]
-        entry = super().get(SET, current)
-        return entry if entry is not None and entry["made_of"] == current.made_of else None
+    return find
+
+
+def is_measured(cell: StudyCell, journal: CellJournal) -> bool:
+    return journal.has(SET, cell, made_of=cell.made_of)
 
 
 def left_to_measure(plan: StudyPlan, journal: CellJournal) -> list[StudyCell]:
     """Return the cells that are missing in the journal or have other inputs there."""
-    return [
-        cell for cell in plan.cells.values() if not journal.has(SET, cell, made_of=cell.made_of)
-    ]
+    return [cell for cell in plan.cells.values() if not is_measured(cell, journal)]
 
 
 def bench_of(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyBench:
     config = plan.config
     given = [name for name in dict.fromkeys(config.evaluate.tasks) if name != PERPLEXITY]
-    asked = dict(zip((task.name for task in plan.tasks), given, strict=True))
-    tasks: dict[str, tuple[str, ...]] = {}
-    for task in plan.tasks:
-        domain = task.settings.domain
-        tasks[domain] = (*tasks.get(domain, ()), asked[task.name])
+    tasks: dict[str, dict[str, str]] = {}
+    for task, name in zip(plan.tasks, given, strict=True):
+        tasks.setdefault(task.settings.domain, {})[task.name] = name
     return StudyBench(
         folder=(settings.work or out) / MODELS,
         answers=out / ANSWERS,

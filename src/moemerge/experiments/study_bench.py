@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moemerge import api
 from moemerge.checkpoint.locate import locate_data
 from moemerge.config.faults import parse_settings
+from moemerge.config.fields import Strict
 from moemerge.config.repairs import RepairSettings
 from moemerge.data.settings import DataRecipe
+from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.evaluation.answers import file_name
+from moemerge.evaluation.report import EvaluationReport
 from moemerge.evaluation.settings import PERPLEXITY
 from moemerge.experiments.settings import BY_VERB, DiagnoseBlock, EvaluateBlock
 from moemerge.experiments.summary import packed
@@ -25,6 +27,7 @@ from moemerge.text.rows import stream_rows
 from moemerge.tuning.settings import TuningSettings
 
 AUTO = "auto"
+S = TypeVar("S", bound=Strict)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class StudyBench:
 
     folder: Path  # folder of models
     answers: Path  # folder of their answers
-    tasks: Mapping[str, tuple[str, ...]]  # tasks of each domain, as given
+    tasks: Mapping[str, Mapping[str, str]]  # tasks of each domain by name, as given
     texts: Mapping[str, tuple[str, ...]]  # texts of the task perplexity
     evaluate: EvaluateBlock
     diagnose: DiagnoseBlock | None
@@ -41,21 +44,6 @@ class StudyBench:
     keep_models: bool
 
     # --- nodes ---
-
-    def is_given(self, node: StudyNode) -> bool:
-        return node.is_given
-
-    @property
-    def measuring(self) -> float:
-        """Measurements run first: a measured model can be deleted, which frees disk space."""
-        return math.inf
-
-    def urgency(self, node: StudyNode) -> float:
-        """Nodes that depend on recent ones run first, for the same reason."""
-        return float(node.depth)
-
-    def nodes(self, cell: StudyCell) -> tuple[StudyNode, ...]:
-        return cell.nodes
 
     def prepare(self) -> None:
         """Do nothing."""
@@ -90,8 +78,7 @@ class StudyBench:
 
     def _write(self, node: StudyNode, out: Path) -> None:
         recipe = DataRecipe.model_validate(node.values["recipe"])
-        settings = recipe.settings.model_copy(update=self._device(recipe))
-        model = self.path(node.parents[0])
+        model, settings = self.path(node.parents[0]), self._here(recipe.settings)
         api.make_data(model, out, prompts=recipe.prompts, text=recipe.text, settings=settings)
 
     def _merge(self, node: StudyNode, out: Path) -> None:
@@ -105,40 +92,34 @@ class StudyBench:
     def _tune(self, node: StudyNode, out: Path) -> None:
         model, *texts = node.parents
         settings = parse_settings(TuningSettings, node.values["settings"], f"study, {node.name}")
-        limit = _rows(node.values["share"], [self._files(text) for text in texts], len(texts))
-        update = {**self._device(settings), **limit}
-        # Pass explicit settings only: a preset fills in the others.
-        changed = {**{n: getattr(settings, n) for n in settings.model_fields_set}, **update}
+        files = [self._files(text) for text in texts]
+        limit = _rows(node.values["share"], files, len(texts))
         api.tune(
             self.path(model),
             out,
-            data=[file for text in texts for file in self._files(text)],
-            settings=TuningSettings(**changed),
+            data=[file for own in files for file in own],
+            # A copy keeps which settings were given: a preset fills in the others.
+            settings=self._here(settings, **limit),
         )
 
     def _repair(self, node: StudyNode, out: Path) -> None:
         merged, *others = node.parents
         names = node.values["sources"]
         models, texts = others[: len(names)], others[len(names) :]
+        files = [self._files(text) for text in texts]
         settings = BY_VERB[node.kind].settings.model_validate(node.values["settings"])
         # The study itself measures all of its models.
         measure = {"measure": False} if isinstance(settings, RepairSettings) else {}
-        update = {**measure, **self._device(settings), **self._limit(node)}
+        # A share of the rows is that share of the smallest domain's, in every domain.
+        settings = self._here(settings, **measure, **_rows(node.values["share"], files))
         getattr(api, node.kind)(
             self.path(merged),
             out,
             sources={n: self.path(model) for n, model in zip(names, models, strict=True)},
-            data={n: self._files(text) for n, text in zip(names, texts, strict=True)},
+            data=dict(zip(names, files, strict=True)),
             **{n: node.values[n] for n in ("weights", "experts") if node.values.get(n)},
-            settings=settings.model_copy(update=update),
+            settings=settings,
         )
-
-    def _limit(self, node: StudyNode) -> dict[str, int]:
-        """Return the rows per domain if a repair uses a share of them: that share of the smallest
-        domain.
-        """
-        texts = node.parents[-len(node.values["sources"]) :]
-        return _rows(node.values["share"], [self._files(text) for text in texts])
 
     def _files(self, text: StudyNode) -> list[Path]:
         """Return the files of a text; missing ones are downloaded from the hub."""
@@ -146,8 +127,11 @@ class StudyBench:
             return [Path(self.path(text))]
         return [file for name in text.values["files"] for file in locate_data(name)]
 
-    def _device(self, settings: Any) -> dict[str, str]:
-        return {"device": self.device} if settings.device == AUTO else {}
+    def _here(self, settings: S, **update: Any) -> S:
+        """Return settings with updates, and with the device of this study unless they name one."""
+        if getattr(settings, "device", None) == AUTO:
+            update["device"] = self.device
+        return settings.model_copy(update=update)
 
     # --- measurements ---
 
@@ -176,15 +160,9 @@ class StudyBench:
     def _scores(
         self, node: StudyNode, domains: Sequence[str]
     ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-        asked = [task for domain in domains for task in self.tasks[domain]]
-        settings = self.evaluate.settings
-        report = api.evaluate(
-            self.path(node),
-            asked,
-            data={n: files for n, files in self.evaluate.data.items() if n in _stems(asked)},
-            settings=settings.model_copy(update=self._device(settings)),
-            out=self.answers / file_name(node.slug),
-        )
+        asked = {name: given for d in domains for name, given in self.tasks[d].items()}
+        data = {n: files for n, files in self.evaluate.data.items() if n in asked}
+        report = self._evaluated(node, list(asked.values()), data)
         by_task: dict[str, dict[str, Any]] = {}
         for task in report.tasks:
             scores = task.scores[0].tolist()
@@ -198,19 +176,18 @@ class StudyBench:
             by_domain[domain] = {"problems": problems, "accuracy": accuracy, "tasks": tasks}
         return by_domain, list(report.notices)
 
+    def _evaluated(
+        self, node: StudyNode, tasks: Sequence[str], data: Mapping[str, tuple[str, ...]]
+    ) -> EvaluationReport:
+        settings, out = self._here(self.evaluate.settings), self.answers / file_name(node.slug)
+        return api.evaluate(self.path(node), tasks, data=data, settings=settings, out=out)
+
     def _losses(self, cell: StudyCell) -> tuple[dict[str, Any], list[str]]:
         """Return the losses on plain texts by document, for a cell of one model."""
         if not self.texts or len(cell.models) != 1:
             return {}, []
         (node,) = cell.models
-        settings = self.evaluate.settings
-        report = api.evaluate(
-            self.path(node),
-            PERPLEXITY,
-            data=self.texts,
-            settings=settings.model_copy(update=self._device(settings)),
-            out=self.answers / file_name(node.slug),
-        )
+        report = self._evaluated(node, [PERPLEXITY], self.texts)
         by_text = {
             text.name: {"sums": list(own.sums), "tokens": list(own.tokens)}
             for text in report.perplexity
@@ -223,15 +200,14 @@ class StudyBench:
             return {}
         (node,) = cell.models
         sources, texts = cell.beside[::2], cell.beside[1::2]
-        settings = self.diagnose.settings
-        update: dict[str, Any] = dict(self._device(settings))
+        update = {}
         if self.diagnose.data is None and "holdout" not in self.diagnose.model_fields_set:
             update["holdout"] = AUTO  # rows that repairs have not used, if there are enough
         diagnosis = api.diagnose(
             self.path(node),
             sources={source.name: self.path(source) for source in sources},
             data={s.name: self._files(text) for s, text in zip(sources, texts, strict=True)},
-            settings=settings.model_copy(update=update),
+            settings=self._here(self.diagnose.narrowed(DiagnosisSettings), **update),
         )
         by_source = {}
         for source in sources:
@@ -265,8 +241,3 @@ def with_paths(config: Any, paths: Mapping[str, str]) -> Any:
         named = key in ("model", "base_model") and isinstance(value, str)
         result[key] = paths.get(value, value) if named else with_paths(value, paths)
     return result
-
-
-def _stems(tasks: Sequence[str]) -> set[str]:
-    """Return the names under which data is given for tasks."""
-    return {Path(task).stem if task.endswith((".yml", ".yaml")) else task for task in tasks}

@@ -92,9 +92,11 @@ def load_study(
     source: str | FilePath | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> LoadedStudy:
     """Read a study (a YAML file, or its content), with `overrides` laid over it."""
-    where, document = _read(source)
+    layers = _layers(source, MOST_LAYERS)
+    where = layers[0][0]
     if overrides:
-        document = _laid_over([(OVERRIDES, Document(data=dict(overrides)))], document)
+        layers.insert(0, (OVERRIDES, Document(data=dict(overrides))))
+    document = _laid_over(layers)
     seeds = document.data.get("seeds")
     first = seeds[0] if isinstance(seeds, list) and seeds else None
     return _checked(where, document, first)
@@ -155,44 +157,30 @@ def seeded(value: Any, seed: int) -> Any:
     return seed if value == SEED else value.replace(SEED, str(seed))
 
 
-def _read(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:
-    where, document = read_document(source)
-    if not isinstance(source, Mapping) and "\n" not in str(source):
-        document = from_its_folder(where, document)
-    layers = _layers(where, document, MOST_LAYERS)
-    if len(layers) == 1:
-        return where, document
-    return where, _laid_over(layers[:-1], layers[-1][1], layers[-1][0])
-
-
-def _layers(where: str, document: Document, most: int) -> list[tuple[str, Document]]:
+def _layers(source: str | FilePath | Mapping[str, Any], most: int) -> list[tuple[str, Document]]:
     """A file and those that it extends, the topmost first: of several the last counts most."""
-    if EXTENDS not in document.data:
-        return [(where, document)]
-    given = document.data[EXTENDS]
+    where, document = read_document(source)
+    layers = [(where, from_its_folder(where, document))]
+    given = document.data.get(EXTENDS, [])
     names = [given] if isinstance(given, str) else given
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names) or most == 0:
+    known = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not known or (names and most == 0):
         raise ConfigError(
             f"{where}: `{EXTENDS}` is {given!r}",
             hint="expected names of study files, from this file's folder, that end somewhere",
         )
-    layers = [(where, document)]
     for name in reversed(names):
-        file = FilePath(where).parent / name
-        where, below = read_document(file)
-        layers += _layers(where, from_its_folder(where, below), most - 1)
+        layers += _layers(FilePath(where).parent / name, most - 1)
     return layers
 
 
-def _laid_over(
-    layers: list[tuple[str, Document]], lowest: Document, name: str = ""
-) -> LayeredDocument:
-    below = lowest.layers if isinstance(lowest, LayeredDocument) else [(name, lowest)]
+def _laid_over(layers: list[tuple[str, Document]]) -> LayeredDocument:
+    *above, (_where, lowest) = layers
     data, faults = lowest.data, list(lowest.faults)
-    for _where, document in reversed(layers):
+    for _where, document in reversed(above):
         data, faults = overlaid(data, document.data), [*faults, *document.faults]
     data = {key: value for key, value in data.items() if key != EXTENDS}
-    return LayeredDocument(data, lowest.lines, faults, [*layers, *below])
+    return LayeredDocument(data, lowest.lines, faults, layers)
 
 
 # --- paths ----------------------------------------------------------------------------------------
@@ -273,9 +261,9 @@ def _reference_faults(config: StudyConfig) -> Iterator[Fault]:
     texts |= {("texts", kind): own for kind, own in config.texts.items()}
     for place, own in texts.items():
         for name in own:
-            yield from _unknown(name, models, (*place, name), "source")
+            yield from unknown(name, models, (*place, name), "source")
     for name in (config.diagnose.data if config.diagnose is not None else None) or {}:
-        yield from _unknown(name, config.sources, ("diagnose", "data", name), "source")
+        yield from unknown(name, config.sources, ("diagnose", "data", name), "source")
     for name in config.repairs:
         yield from _repair_faults(config, name, models)
     yield from _table_faults(config)
@@ -290,13 +278,13 @@ def _repair_faults(config: StudyConfig, name: str, models: list[str]) -> Iterato
     ):
         given = getattr(repair, key)
         if given is not None:
-            yield from _unknown(given, known, (*place, key), what)
+            yield from unknown(given, known, (*place, key), what)
     block = repair.block
     if block is not None and isinstance(block.sources, tuple):
         for number, one in enumerate(block.sources):
             where = (*place, repair.kind, "sources", number)
             if isinstance(one, str):
-                yield from _unknown(one, models, where, "source")
+                yield from unknown(one, models, where, "source")
     yield from _lacks_text(config, name)
     yield from _circle(config, name)
 
@@ -336,14 +324,14 @@ def _table_faults(config: StudyConfig) -> Iterator[Fault]:
             ("reference", rows, "row"),
         ):
             for number, one in enumerate(getattr(table, key) or ()):
-                yield from _unknown(one, known, (*place, key, number), what)
+                yield from unknown(one, known, (*place, key, number), what)
         for number, pair in enumerate(table.compare or ()):
             for side, one in enumerate(pair):
                 known = [*config.repairs, AS_MERGED]
-                yield from _unknown(one, known, (*place, "compare", number, side), "repair")
+                yield from unknown(one, known, (*place, "compare", number, side), "repair")
 
 
-def _unknown(name: str, known: Iterable[str], place: Path, what: str) -> Iterator[Fault]:
+def unknown(name: str, known: Iterable[str], place: Path, what: str) -> Iterator[Fault]:
     known = list(known)
     if name not in known:
         close = did_you_mean(name, known) or f"; known: {', '.join(known) or 'none'}"

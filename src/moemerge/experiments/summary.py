@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,9 @@ from moemerge.evaluation.significance import (
     mcnemar,
     mean,
     paired_t,
+    weighted_mean,
 )
 from moemerge.evaluation.text_losses import LossDifference, compare_losses
-from moemerge.experiments.cells import CellJournal
 from moemerge.experiments.settings import BASE
 from moemerge.experiments.tables import REFERENCE, Measurement, Repeat, Row, TableForm
 
@@ -65,10 +64,7 @@ def overall_by_problems(form: TableForm, entry: CellEntry) -> Mean:
         tasks = entry["domains"][domain]["tasks"]
         means += [mean(scores_of(tasks[task])) for task in form.tasks[domain]]
         weights += [1 / (len(domains) * len(tasks))] * len(tasks)
-    value = math.fsum(w * m.value for w, m in zip(weights, means, strict=True))
-    errors = [m.error for m in means]
-    squares = [(w * e) ** 2 for w, e in zip(weights, errors, strict=True) if e is not None]
-    return Mean(value, math.sqrt(math.fsum(squares)) if None not in errors else None, 1)
+    return weighted_mean(weights, means)
 
 
 def pooled(form: TableForm, entries: Sequence[CellEntry]) -> CellEntry:
@@ -105,7 +101,8 @@ def paired_by_problems(
     return whole.pairs[0]
 
 
-Entries = Mapping[Repeat, Mapping[str, Any]]  # cells of one row, by set
+Entries = Mapping[Repeat, CellEntry]  # cells of one row, by set
+FindEntry = Callable[[Repeat, Measurement], CellEntry | None]
 
 
 @dataclass(frozen=True)
@@ -199,73 +196,122 @@ def _without_tasks(values: dict[str, Any]) -> None:
 
 
 def summarise(
-    form: TableForm,
-    rows: Sequence[Row[Measurement]],
-    keys: Sequence[Repeat],
-    journal: CellJournal,
+    form: TableForm, rows: Sequence[Row[Measurement]], keys: Sequence[Repeat], find: FindEntry
 ) -> Summary:
-    """Return the table of all measured cells; it lists missing rows."""
-    measured = {row: _entries(row, keys, journal) for row in rows}
-    firsts: dict[str, Row[Measurement]] = {}
-    controls: dict[str, Row[Measurement]] = {}
-    for row in rows:
-        firsts.setdefault(row.group, row)
-        if form.control and row.group != REFERENCE:
-            # A plain average has no control row: its routers are averaged already.
-            is_control = row.label == form.control
-            controls[row.group] = row if is_control else controls.get(row.group, row)
-    shown = [row for row in rows if measured[row]]
-    some = next((measured[row] for row in shown), {})
-    return Summary(
-        form=form,
-        seeds=tuple(sorted({key.seed for row in shown for key in measured[row]})),
-        problems=next((d["problems"] for e in some.values() for d in e["domains"].values()), 0),
-        rows=tuple(_row(form, row, (firsts, controls), measured) for row in shown),
-        comparisons=tuple(_comparisons(form, shown, measured)),
-        missing=tuple(f"{row.group}, {row.label}" for row in rows if not measured[row]),
-        references=tuple(_references(form, shown, measured)),
-    )
+    """Return the table of all cells that `find` finds; it lists missing rows."""
+    entries = {row: {key: find(key, row.cell) for key in keys} for row in rows}
+    return _Summariser(
+        form,
+        rows,
+        {r: {k: e for k, e in own.items() if e is not None} for r, own in entries.items()},
+    ).summary()
 
 
-def _entries(
-    row: Row[Measurement], keys: Sequence[Repeat], journal: CellJournal
-) -> dict[Repeat, Any]:
-    entries = {key: journal.get(key, row.cell) for key in keys}
-    return {key: entry for key, entry in entries.items() if entry is not None}
+@dataclass(frozen=True)
+class _Summariser:
+    """All rows of a table, and the measured cells of each by set."""
 
+    form: TableForm
+    rows: Sequence[Row[Measurement]]
+    measured: Mapping[Row[Measurement], Entries]
 
-def _row(
-    form: TableForm,
-    row: Row[Measurement],
-    compared_with: tuple[Mapping[str, Row[Measurement]], Mapping[str, Row[Measurement]]],
-    measured: Mapping[Row[Measurement], Entries],
-) -> RowSummary:
-    """Return a row; `compared_with` are the first row and the control of every group."""
-    domains, entries = row.cell.domains, measured[row]
-    others = [rows.get(row.group, row) for rows in compared_with]
-    against = [
-        None if other is row else compare(form, (other, measured[other]), (row, entries))
-        for other in others
-    ]
-    return RowSummary(
-        group=row.group,
-        label=row.label,
-        x=row.x,
-        accuracy={
-            d: mean([e["domains"][d]["accuracy"] for e in entries.values()]) for d in domains
-        },
-        overall=_mean_accuracy(form, entries),
-        untouched=_untouched(entries),
-        mismatch=_mean_of(entries, "mismatch"),
-        any_mismatch=_mean_of(entries, "any_mismatch"),
-        kl=_mean_of(entries, "kl"),
-        kl_layers={d: _layers(entries, d) for d in domains},
-        by_seed={key.seed: _overall(entry, "accuracy") for key, entry in entries.items()},
-        against_first=against[0],
-        tasks=_tasks(form, entries),
-        against_control=against[1],
-        perplexity=_perplexity(entries, measured[others[1] if form.control else others[0]]),
-    )
+    def summary(self) -> Summary:
+        shown = [row for row in self.rows if self.measured[row]]
+        some = next((self.measured[row] for row in shown), {})
+        firsts: dict[str, Row[Measurement]] = {}
+        controls: dict[str, Row[Measurement]] = {}
+        for row in self.rows:
+            firsts.setdefault(row.group, row)
+            if self.form.control and row.group != REFERENCE:
+                # A plain average has no control row: its routers are averaged already.
+                is_control = row.label == self.form.control
+                controls[row.group] = row if is_control else controls.get(row.group, row)
+        return Summary(
+            form=self.form,
+            seeds=tuple(sorted({key.seed for row in shown for key in self.measured[row]})),
+            problems=next((d["problems"] for e in some.values() for d in e["domains"].values()), 0),
+            rows=tuple(
+                self.row(row, firsts[row.group], controls.get(row.group, row)) for row in shown
+            ),
+            comparisons=tuple(self.comparisons(shown)),
+            missing=tuple(f"{r.group}, {r.label}" for r in self.rows if not self.measured[r]),
+            references=tuple(self.references(shown)),
+        )
+
+    def row(
+        self, row: Row[Measurement], first: Row[Measurement], control: Row[Measurement]
+    ) -> RowSummary:
+        """Return a row, compared with the first row and the control of its group."""
+        domains, entries = row.cell.domains, self.measured[row]
+        reference = self.measured[control if self.form.control else first]
+        against = [
+            None if other is row else next(self.compare(other, row), None)
+            for other in (first, control)
+        ]
+        return RowSummary(
+            group=row.group,
+            label=row.label,
+            x=row.x,
+            accuracy={
+                d: mean([e["domains"][d]["accuracy"] for e in entries.values()]) for d in domains
+            },
+            overall=_mean_accuracy(self.form, entries),
+            untouched=_untouched(entries),
+            mismatch=_mean_of(entries, "mismatch"),
+            any_mismatch=_mean_of(entries, "any_mismatch"),
+            kl=_mean_of(entries, "kl"),
+            kl_layers={d: _layers(entries, d) for d in domains},
+            by_seed={key.seed: _overall(entry, "accuracy") for key, entry in entries.items()},
+            against_first=against[0],
+            tasks=_tasks(self.form, entries),
+            against_control=against[1],
+            perplexity=_perplexity(entries, reference),
+        )
+
+    def comparisons(self, rows: Sequence[Row[Measurement]]) -> Iterator[Comparison]:
+        by_name = {(row.group, row.label): row for row in rows}
+        for group in dict.fromkeys(row.group for row in rows):
+            for labels in self.form.compare:
+                first, second = (by_name.get((group, label)) for label in labels)
+                if first is not None and second is not None:
+                    yield from self.compare(first, second)
+
+    def references(self, rows: Sequence[Row[Measurement]]) -> Iterator[Comparison]:
+        """Compare every merged row with the base, and with the best of the single sources."""
+        names = self.form.singles
+        singles = {r.label: r for r in rows if r.group == REFERENCE and r.label in names}
+        base = singles.pop(BASE, None)
+        sources = [singles[name] for name in names if name in singles]
+        best = max(
+            sources, key=lambda r: _mean_accuracy(self.form, self.measured[r]).value, default=None
+        )
+        for other in (base, best):
+            for row in rows:
+                if other is not None and row.group != REFERENCE:
+                    yield from self.compare(other, row)
+
+    def compare(self, first: Row[Measurement], second: Row[Measurement]) -> Iterator[Comparison]:
+        """Compare second with first on the sets that both were measured on, if there are any."""
+        one, other = self.measured[first], self.measured[second]
+        pairs = [(one[key], other[key]) for key in one if key in other]
+        if not pairs:
+            return
+        problems = paired = None
+        if self.form.paired_by == "problems":
+            sides = [pooled(self.form, side) for side in zip(*pairs, strict=True)]
+            paired = paired_by_problems(self.form, *sides)
+        else:
+            problems = _mcnemar(pairs, first.cell.domains)
+        routed = all(_measures(entry, "mismatch") for pair in pairs for entry in pair)
+        yield Comparison(
+            group=second.group,
+            first=first.label,
+            second=second.label,
+            accuracy=_paired(pairs, "accuracy"),
+            problems=problems,
+            mismatch=_paired(pairs, "mismatch") if routed else None,
+            paired=paired,
+        )
 
 
 def _perplexity(entries: Entries, reference: Entries) -> dict[str, TextSummary]:
@@ -319,31 +365,6 @@ def _tasks(form: TableForm, entries: Entries) -> dict[str, dict[str, float]]:
     }
 
 
-def compare(
-    form: TableForm,
-    first: tuple[Row[Measurement], Entries],
-    second: tuple[Row[Measurement], Entries],
-) -> Comparison | None:
-    """Compare second with first on the sets that both were measured on; None if there is none."""
-    keys = [key for key in first[1] if key in second[1]]
-    if not keys:
-        return None
-    pairs = [(first[1][key], second[1][key]) for key in keys]
-    by_problems = form.paired_by == "problems"
-    sides = list(zip(*pairs, strict=True)) if by_problems else []
-    return Comparison(
-        group=second[0].group,
-        first=first[0].label,
-        second=second[0].label,
-        accuracy=_paired(pairs, "accuracy"),
-        problems=None if by_problems else _mcnemar(pairs, first[0].cell.domains),
-        mismatch=_paired(pairs, "mismatch") if _has(pairs, "mismatch") else None,
-        paired=paired_by_problems(form, *(pooled(form, side) for side in sides))
-        if by_problems
-        else None,
-    )
-
-
 def _mcnemar(pairs: Sequence[tuple[Any, Any]], domains: Sequence[str]) -> McNemar:
     """Return McNemar's test over the problems of all sets."""
     solved: tuple[list[bool], list[bool]] = ([], [])
@@ -352,34 +373,6 @@ def _mcnemar(pairs: Sequence[tuple[Any, Any]], domains: Sequence[str]) -> McNema
             for domain in domains:
                 side += unpack(entry["domains"][domain]["solved"])
     return mcnemar(*solved)
-
-
-def _comparisons(
-    form: TableForm, rows: Sequence[Row[Measurement]], measured: Mapping[Row[Measurement], Entries]
-) -> Iterator[Comparison]:
-    by_name = {(row.group, row.label): row for row in rows}
-    for group in dict.fromkeys(row.group for row in rows):
-        for labels in form.compare:
-            pair = [by_name.get((group, label)) for label in labels]
-            if pair[0] is not None and pair[1] is not None:
-                made = compare(form, (pair[0], measured[pair[0]]), (pair[1], measured[pair[1]]))
-                if made is not None:
-                    yield made
-
-
-def _references(
-    form: TableForm, rows: Sequence[Row[Measurement]], measured: Mapping[Row[Measurement], Entries]
-) -> Iterator[Comparison]:
-    """Compare every merged row with the base, and with the best of the single sources."""
-    singles = {row.label: row for row in rows if row.group == REFERENCE}
-    sources = [singles[name] for name in form.singles if name in singles and name != BASE]
-    best = max(sources, key=lambda r: _mean_accuracy(form, measured[r]).value, default=None)
-    for other in (singles.get(BASE) if BASE in form.singles else None, best):
-        for row in rows:
-            if other is not None and row.group != REFERENCE:
-                made = compare(form, (other, measured[other]), (row, measured[row]))
-                if made is not None:
-                    yield made
 
 
 def _overall(entry: Mapping[str, Any], what: str) -> float:
@@ -398,10 +391,6 @@ def _untouched(entries: Entries) -> dict[str, Mean]:
     asked = [entry.get("untouched", {}) for entry in entries.values()]
     shared = [domain for domain in asked[0] if all(domain in own for own in asked)]
     return {domain: mean([own[domain]["accuracy"] for own in asked]) for domain in shared}
-
-
-def _has(pairs: Sequence[tuple[Any, Any]], what: str) -> bool:
-    return all(_measures(entry, what) for pair in pairs for entry in pair)
 
 
 def _measures(entry: Mapping[str, Any], what: str) -> bool:

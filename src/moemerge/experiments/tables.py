@@ -32,6 +32,11 @@ class Measurement(Protocol):
     @property
     def domains(self) -> tuple[str, ...]: ...
 
+    @property
+    def nodes(self) -> tuple[Any, ...]:
+        """All nodes that must exist before it is measured."""
+        ...
+
 
 class Repeat(Protocol):
     """One of the sets over which the rows of a table are repeated."""

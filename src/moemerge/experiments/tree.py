@@ -71,9 +71,11 @@ class StudyNode:
         return digest_of([self.kind, own, [parent.digest for parent in self.parents]])
 
     @cached_property
-    def depth(self) -> int:
-        """The number of steps from the study's inputs."""
-        return 1 + max((parent.depth for parent in self.parents), default=-1)
+    def urgency(self) -> float:
+        """The number of steps from the study's inputs: nodes that depend on recent ones run first,
+        because a model that nothing needs any longer is deleted.
+        """
+        return 1 + max((parent.urgency for parent in self.parents), default=-1)
 
     @property
     def slug(self) -> str:
@@ -173,6 +175,11 @@ def recipes(config: StudyConfig) -> Iterator[tuple[str, tuple[str, DataRecipe]]]
                 yield text.file, (name, text)
 
 
+def task_files(task: BenchmarkTask, config: StudyConfig) -> Sequence[str]:
+    """Return the files of a task's problems."""
+    return config.evaluate.data.get(task.name) or ([task.data] if task.data else [])
+
+
 def task_words(task: BenchmarkTask, config: StudyConfig) -> list[Any]:
-    data = config.evaluate.data.get(task.name) or ([task.data] if task.data else [])
-    return [task.name, plain_settings(task.settings), text_files(task.name, data).values["content"]]
+    content = text_files(task.name, task_files(task, config)).values["content"]
+    return [task.name, plain_settings(task.settings), content]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -33,7 +33,7 @@ class WorkItem:
     args: tuple[Any, ...]
     after: tuple[str, ...] = ()
     # called here when all items that needed it are done
-    then: Callable[[], None] = field(default=lambda: None)
+    then: Callable[[], None] | None = None
     rank: tuple[float, ...] = ()  # of two ready items, the lower one runs first
 
 
@@ -46,6 +46,7 @@ class Outcome:
     error: BaseException | str | None = None
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    gpu_broken: bool = False  # the CUDA context is unusable after this error
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,7 @@ def run_work(items: Sequence[WorkItem], workers: Workers) -> Iterator[Outcome]:
     state = _State(items)
     if workers.count == 1 and not workers.gpus:
         while state.ready:
-            item = state.take_ready(1)[0]
-            yield from state.finish(_outcome(item, _attempt(item.call, item.args)))
+            yield from state.finish(_attempt(state.take_ready(1)[0]))
         return
     suspects: list[WorkItem] = []  # items that were running when a worker died
     deadly: set[str] = set()  # items that were running alone
@@ -95,43 +95,28 @@ def run_work(items: Sequence[WorkItem], workers: Workers) -> Iterator[Outcome]:
             deadly |= alone
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """The result of a call, as a worker sends it."""
-
-    result: Any = None
-    error: BaseException | None = None
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    gpu_broken: bool = False  # the CUDA context is unusable after this error
-
-
-def _attempt(call: Callable[..., Any], args: tuple[Any, ...]) -> _Attempt:
+def _attempt(item: WorkItem) -> Outcome:
     begin, cpu = time.perf_counter(), time.process_time()
     try:
-        result = call(*args)
+        result = item.call(*item.args)
     except Exception as error:
-        return _Attempt(error=_sendable(error), gpu_broken=_breaks_gpu(error))
-    return _Attempt(result, None, time.perf_counter() - begin, time.process_time() - cpu)
+        return Outcome(item, error=_sendable(error), gpu_broken=_breaks_gpu(error))
+    return Outcome(item, result, None, time.perf_counter() - begin, time.process_time() - cpu)
 
 
 _lame: list[bool] = []  # set in a worker
 
 
-def _work(call: Callable[..., Any], args: tuple[Any, ...]) -> _Attempt:
+def _work(item: WorkItem) -> Outcome:
     """Run an item in a worker. A worker with an unusable GPU refuses items, which are then
     repeated.
     """
     if _lame:
         os._exit(1)
-    attempt = _attempt(call, args)
-    if attempt.gpu_broken:
+    outcome = _attempt(item)
+    if outcome.gpu_broken:
         _lame.append(True)
-    return attempt
-
-
-def _outcome(item: WorkItem, attempt: _Attempt) -> Outcome:
-    return Outcome(item, attempt.result, attempt.error, attempt.seconds, attempt.cpu_seconds)
+    return outcome
 
 
 def _sendable(error: Exception) -> Exception:
@@ -158,7 +143,7 @@ class _WorkerPool:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._pool: ProcessPoolExecutor | None = None
-        self.running: dict[Future[_Attempt], WorkItem] = {}
+        self.running: dict[Future[Outcome], WorkItem] = {}
         self.stale = False  # no more items until the workers are replaced
 
     def start(self, item: WorkItem) -> None:
@@ -172,9 +157,10 @@ class _WorkerPool:
             )
         try:
             with _without_main():
-                self.running[self._pool.submit(_work, item.call, item.args)] = item
+                # `then` stays here: it need not be one that another process can import.
+                self.running[self._pool.submit(_work, replace(item, then=None))] = item
         except BrokenProcessPool as error:  # a worker died meanwhile
-            future: Future[_Attempt] = Future()
+            future: Future[Outcome] = Future()
             future.set_exception(error)
             self.running[future] = item
 
@@ -193,8 +179,8 @@ class _WorkerPool:
             elif error is not None:
                 ended.append(Outcome(item, error=error))
             else:
-                ended.append(_outcome(item, future.result()))
-                self.stale |= future.result().gpu_broken
+                ended.append(replace(future.result(), item=item))
+                self.stale |= ended[-1].gpu_broken
         if self.stale and not self.running:
             self._end()
         return ended, lost
@@ -254,10 +240,13 @@ class _State:
                 self.ready.append(self._items[other])
         for earlier in outcome.item.after:
             self._needed_by[earlier].discard(key)
-            if not self._needed_by[earlier]:
-                self._items[earlier].then()
-        if not self._needed_by[key]:
-            outcome.item.then()
+            self._let_go(earlier)
+        self._let_go(key)
+
+    def _let_go(self, key: str) -> None:
+        then = self._items[key].then
+        if then is not None and not self._needed_by[key]:
+            then()
 
 
 @contextmanager

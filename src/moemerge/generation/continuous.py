@@ -252,15 +252,7 @@ class ContinuousBatch:
         """Sample one token for every slot. Reads nothing back, so a CUDA graph can capture it."""
         cache = self._cache
         assert cache is not None
-        columns = torch.arange(cache.window, device=self._device)
-        seen = columns <= cache.positions[:, None]  # (slots, window)
-        logits = self._model(
-            input_ids=self._tokens,
-            attention_mask=seen[:, None, None],
-            position_ids=cache.positions[:, None],
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[:, -1]
+        logits = next_logits(self._model, self._tokens, cache)
         numbers = uniform(self._streams, self._steps)
         self._tokens.copy_(draw(logits, numbers, self._settings)[:, None])
         self._steps += 1
@@ -293,6 +285,20 @@ class ContinuousBatch:
         self._tokens, self._streams = self._tokens[index], self._streams[index]
         self._steps = self._steps[index]
         self._running = [self._running[slot] for slot in kept]
+
+
+def next_logits(model: PreTrainedModel, tokens: Tensor, cache: SlotCache) -> Tensor:
+    """Process one token per slot, (slots, 1), and return the logits after it."""
+    columns = torch.arange(cache.window, device=tokens.device)
+    seen = columns <= cache.positions[:, None]  # (slots, window)
+    logits: Tensor = model(
+        input_ids=tokens,
+        attention_mask=seen[:, None, None],
+        position_ids=cache.positions[:, None],
+        past_key_values=cache,
+        use_cache=True,
+    ).logits[:, -1]
+    return logits
 
 
 def prefill(
@@ -372,26 +378,14 @@ def _error(model: PreTrainedModel) -> float:
     rows = torch.arange(len(texts), device=device)
     slots.adopt(cache, rows, rows)
     slots.positions.copy_(torch.tensor([len(p) - 1 for p in PROMPTS]))
-    columns = torch.arange(slots.capacity, device=device)
     for at in range(-1, len(CONTINUED)):
         tokens = [text[len(p) + at] for text, p in zip(texts, PROMPTS, strict=True)]
-        logits = model(
-            input_ids=torch.tensor(tokens, device=device)[:, None],
-            attention_mask=(columns <= slots.positions[:, None])[:, None, None],
-            position_ids=slots.positions[:, None],
-            past_key_values=slots,
-            use_cache=True,
-        ).logits[:, -1]
+        logits = next_logits(model, torch.tensor(tokens, device=device)[:, None], slots)
         slots.positions += 1
-    return max(_relative(logits[row], _whole(model, text)) for row, text in enumerate(texts))
-
-
-def _whole(model: PreTrainedModel, tokens: tuple[int, ...]) -> Tensor:
-    ids = torch.tensor([tokens], device=model.device)
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, -1]
-    return logits
-
-
-def _relative(one: Tensor, other: Tensor) -> float:
-    one, other = one.float(), other.float()
-    return float((one - other).norm() / other.norm().clamp(min=1e-30))
+    errors = []
+    for row, text in enumerate(texts):
+        ids = torch.tensor([text], device=device)
+        whole = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+        error = (logits[row].float() - whole).norm() / whole.norm().clamp(min=1e-30)
+        errors.append(float(error))
+    return max(errors)

@@ -57,15 +57,15 @@ class PaddedBatches:
     model: PreTrainedModel
     settings: GenerationSettings
     ends: frozenset[int]
-    rows: int
+    slots: int
     capacity: int
     stopped: Callable[[list[int]], bool]
 
     @torch.inference_mode()
     def run(self, wanted: Sequence[CompletionRequest]) -> Iterator[Finished]:
         ordered = sorted(wanted, key=lambda w: (-len(w.tokens), w.prompt, w.sample))
-        for begin in range(0, len(ordered), self.rows):
-            yield from self._batch(ordered[begin : begin + self.rows])
+        for begin in range(0, len(ordered), self.slots):
+            yield from self._batch(ordered[begin : begin + self.slots])
 
     def _batch(self, batch: Sequence[CompletionRequest]) -> Iterator[Finished]:
         device, s = self.model.device, self.settings
@@ -163,8 +163,18 @@ class TransformersEngine:
         longest = max(len(w.tokens) for w in fitting)
         capacity = min(context, longest + self._settings.max_new_tokens)
         # Equal shapes round alike: a resumed run uses the batch size it started with.
-        rows = min(self._rows(capacity), 1 << (total - 1).bit_length())
-        batch = self._batch(rows, capacity)
+        slots = min(self._slots(capacity), 1 << (total - 1).bit_length())
+        kind: type[ContinuousBatch | PaddedBatches] = ContinuousBatch
+        if self._why_not is not None:
+            kind = PaddedBatches
+        batch = kind(
+            self._model,
+            self._settings,
+            ends=self._ends,
+            slots=slots,
+            capacity=capacity,
+            stopped=self._stopped,
+        )
         for done in batch.run(fitting):
             text = str(self._tokenizer.decode(done.tokens, skip_special_tokens=True))
             cut = done.finish is Finish.LENGTH
@@ -179,22 +189,12 @@ class TransformersEngine:
         """Do nothing: the model is freed with the engine."""
         del self._model
 
-    def _batch(self, rows: int, capacity: int) -> ContinuousBatch | PaddedBatches:
-        common: dict[str, Any] = {
-            "ends": self._ends,
-            "capacity": capacity,
-            "stopped": self._stopped,
-        }
-        if self._why_not is None:
-            return ContinuousBatch(self._model, self._settings, slots=rows, **common)
-        return PaddedBatches(self._model, self._settings, rows=rows, **common)
-
     def _stopped(self, tokens: list[int]) -> bool:
         if not self._settings.stop:
             return False
         return cut_at_stops(str(self._tokenizer.decode(tokens)), self._settings.stop)[1]
 
-    def _rows(self, capacity: int) -> int:
+    def _slots(self, capacity: int) -> int:
         """Return the batch size: as large as is useful and fits next to the weights."""
         each = bytes_per_token(prefill(self._model, PROMPTS, {})) * capacity
         room = int(HEADROOM * available_memory(self._device))

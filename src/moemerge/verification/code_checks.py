@@ -130,12 +130,6 @@ TIMES_THE_REFERENCE: Final = 4.0
 LONGEST_REFERENCE: Final = 300.0
 
 
-@dataclass(frozen=True)
-class _ProgramRun:
-    judgement: Judgement
-    seconds: float  # processor time
-
-
 class CodeVerifier(Verifier):
     """Runs the program of a response with the row's tests, if the user allows it."""
 
@@ -168,37 +162,39 @@ class CodeVerifier(Verifier):
         program = self.program_of(response, tests)
         if program is None:
             return Judgement(Grade.NO_ANSWER, "no Python program in the response")
-        first = self._run(program, tests, self._limits)
-        if first.judgement.grade is not Grade.TIMEOUT or tests.reference is None:
-            return first.judgement
+        first, _seconds = self._run(program, tests, self._limits)
+        if first.grade is not Grade.TIMEOUT or tests.reference is None:
+            return first
         # Only slow programs are worth timing the reference.
         needed = TIMES_THE_REFERENCE * self._reference_seconds(tests)
         if needed <= self._limits.cpu_seconds:
-            return first.judgement
-        return self._run(program, tests, self._limits.with_time(needed)).judgement
+            return first
+        return self._run(program, tests, self._limits.with_time(needed))[0]
 
     def _reference_seconds(self, tests: Tests) -> float:
         """Return the time of the reference, measured once. A failing reference adds no time."""
 
         def measured() -> float:
             assert tests.reference is not None
-            run = self._run(tests.reference, tests, self._limits.with_time(LONGEST_REFERENCE))
-            return run.seconds if run.judgement.right else 0.0
+            limits = self._limits.with_time(LONGEST_REFERENCE)
+            judgement, seconds = self._run(tests.reference, tests, limits)
+            return seconds if judgement.right else 0.0
 
         return self._references.get(tests, measured)
 
-    def _run(self, program: str, tests: Tests, limits: Limits) -> _ProgramRun:
+    def _run(self, program: str, tests: Tests, limits: Limits) -> tuple[Judgement, float]:
+        """Return the judgement of a program, and its processor time in seconds."""
         secret = secrets.token_hex(16)
         job = {"program": program, "tests": tests.source, "secret": secret}
         try:
             result = self._sandbox.run(JUDGE, json.dumps(job).encode(), limits)
         except (SandboxError, OSError) as error:  # no more processes or memory
-            return _ProgramRun(Judgement(Grade.UNDECIDED, str(error)), 0.0)
+            return Judgement(Grade.UNDECIDED, str(error)), 0.0
         if result.ended is Ended.TIME:
             detail = f"stopped after {limits.cpu_seconds:g} s of processor time"
             if result.seconds >= limits.wall_seconds:
                 detail = f"stopped after {limits.wall_seconds:g} s on the clock: it waited"
-            return _ProgramRun(Judgement(Grade.TIMEOUT, detail), result.seconds)
+            return Judgement(Grade.TIMEOUT, detail), result.seconds
         report = _report(result.answer, secret)
         if report is None:
             why = {
@@ -206,12 +202,12 @@ class CodeVerifier(Verifier):
                 Ended.OUTPUT: "printed too much",
             }
             detail = why.get(result.ended, "exited before its tests were done")
-            return _ProgramRun(Judgement(Grade.ERROR, detail), result.seconds)
+            return Judgement(Grade.ERROR, detail), result.seconds
         if report["passed"]:
-            return _ProgramRun(RIGHT, report["seconds"])
+            return RIGHT, report["seconds"]
         failed = report["detail"].startswith("tests: AssertionError")
         judgement = Judgement(Grade.WRONG if failed else Grade.ERROR, report["detail"])
-        return _ProgramRun(judgement, report["seconds"])
+        return judgement, report["seconds"]
 
 
 def _report(answer: bytes, secret: str) -> dict[str, Any] | None:
@@ -220,6 +216,4 @@ def _report(answer: bytes, secret: str) -> dict[str, Any] | None:
         report = json.loads(answer)
     except ValueError:
         return None
-    if not isinstance(report, dict) or report.get("secret") != secret:
-        return None
-    return report
+    return report if isinstance(report, dict) and report.get("secret") == secret else None

@@ -312,6 +312,15 @@ class ChoiceVerifier(Verifier):
     """
 
     name = "choice"
+    nothing = "no choice in the response"
+
+    def chosen(self, response: str) -> str | None:
+        """Return the letter that a response chooses, in upper case."""
+        letters = _STATED.findall(response) or _BRACKETED.findall(response)
+        if letters:
+            return str(letters[-1]).upper()
+        alone = _ALONE.match(response)
+        return alone[1].upper() if alone else None
 
     def relevant(self, row: Fields) -> Any:
         answer, choices = row.get("answer"), row.get("choices")
@@ -323,21 +332,12 @@ class ChoiceVerifier(Verifier):
         return letter
 
     def check(self, row: Fields, response: str) -> Judgement:
-        expected, given = self.relevant(row), chosen(response)
+        expected, given = self.relevant(row), self.chosen(response)
         if given is None:
-            return Judgement(Grade.NO_ANSWER, "no choice in the response")
+            return Judgement(Grade.NO_ANSWER, self.nothing)
         if given == expected:
             return RIGHT
         return Judgement(Grade.WRONG, f"{given} instead of {expected}")
-
-
-def chosen(response: str) -> str | None:
-    """Return the letter that a response chooses, in upper case."""
-    letters = _STATED.findall(response) or _BRACKETED.findall(response)
-    if letters:
-        return str(letters[-1]).upper()
-    alone = _ALONE.match(response)
-    return alone[1].upper() if alone else None
 
 
 def _answer(row: Fields) -> str:
@@ -399,14 +399,11 @@ class LastChoiceVerifier(ChoiceVerifier):
     """Takes the last (X), whatever the text states about it."""
 
     name = "last-choice"
+    nothing = "no (X) in the response"
 
-    def check(self, row: Fields, response: str) -> Judgement:
-        letters, expected = _CHOICE.findall(response), self.relevant(row)
-        if not letters:
-            return Judgement(Grade.NO_ANSWER, "no (X) in the response")
-        if letters[-1] == expected:
-            return RIGHT
-        return Judgement(Grade.WRONG, f"{letters[-1]} instead of {expected}")
+    def chosen(self, response: str) -> str | None:
+        letters = _CHOICE.findall(response)
+        return letters[-1] if letters else None
 
 
 class ThreeSecondsVerifier(CodeVerifier):

@@ -23,7 +23,8 @@ READY = b"ready\n"  # the first line of an answer: the confinement is complete
 
 def main() -> None:
     orders = json.loads(sys.argv[1])
-    function = _function(orders["function"])
+    module, _, name = orders["function"].partition(":")
+    function = getattr(importlib.import_module(module), name)
     request = sys.stdin.buffer.read()
     limits = orders["limits"]
     if orders["how"] == "namespaces":
@@ -40,14 +41,6 @@ def main() -> None:
     answer(READY)
     function(request, answer)
     os._exit(0)  # threads that a program left running do not matter
-
-
-def _function(name: str) -> Callable[[bytes, Callable[[bytes], None]], None]:
-    module, _, own_name = name.partition(":")
-    function: Callable[[bytes, Callable[[bytes], None]], None] = getattr(
-        importlib.import_module(module), own_name
-    )
-    return function
 
 
 def _channel() -> Callable[[bytes], None]:

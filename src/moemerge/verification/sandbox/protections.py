@@ -38,19 +38,12 @@ class Protections:
     reading: bool
     writing: bool
 
-    def holds(self) -> list[str]:
-        return [words for name, words in _WORDS.items() if getattr(self, name)]
-
     def sentences(self) -> list[str]:
         """Return the lines that a user who allows programs should read."""
-        lines = [f"programs run in a sandbox ({self.how}): {', '.join(self.holds()) or 'limits'}"]
-        if self.fails():
-            lines.append(f"NOT true on this system: {', '.join(self.fails())}")
-        return lines
-
-    def fails(self) -> list[str]:
-        """Return the protections that do not hold here."""
-        return [words for name, words in _WORDS.items() if not getattr(self, name)]
+        holds = [words for name, words in _WORDS.items() if getattr(self, name)]
+        fails = [words for words in _WORDS.values() if words not in holds]
+        lines = [f"programs run in a sandbox ({self.how}): {', '.join(holds) or 'limits'}"]
+        return [*lines, f"NOT true on this system: {', '.join(fails)}"] if fails else lines
 
 
 @functools.cache
