@@ -163,14 +163,14 @@ def test_a_memory_cut_short_by_a_kill_goes_on(tmp_path):
     ]
 
 
-def test_a_check_that_fails_is_not_remembered():
+def test_a_check_that_fails_is_not_remembered(tmp_path):
     class Failing(Counting):
         def check(self, row, response):
             self.asked.append(response)
             raise RuntimeError("no")
 
     failing = Failing()
-    cached = CachedVerifier(failing)
+    cached = CachedVerifier(failing, tmp_path / "judgements.jsonl")
     for _ in range(2):
         with pytest.raises(RuntimeError):
             cached.check({"answer": "a"}, "a")

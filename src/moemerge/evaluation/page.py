@@ -116,18 +116,14 @@ def _results(
         score = rows[task.name].scores[model]
         error = "" if score.error is None else f", standard error {100 * score.error:.2f}"
         name = f"{task.metric} (protocol {report.protocol}{error})"
-        data_set = _data_set(task.source) or task.name
+        source = re.split("[@:]", task.source or "")[0]
+        data_set = source if is_hub_id(source) else task.name
         yield (task.title, data_set), (task.metric, name, 100 * score.mean)
     for text in report.perplexity:
         loss = text.scores[model]
         error = "" if loss.error is None else f" ± {loss.error:.4f}"
         name = f"perplexity (loss {loss.loss:.4f}{error} nats a token)"
         yield (text.name, text.name), ("perplexity", name, loss.perplexity)
-
-
-def _data_set(source: str | None) -> str | None:
-    name = re.split("[@:]", source)[0] if source else ""
-    return name if name and is_hub_id(name) else None
 
 
 def check_cards(models: dict[str, str]) -> None:

@@ -153,7 +153,6 @@ class EvaluationReport:
     tasks: tuple[TaskScores, ...]
     rows: tuple[ResultRow, ...]
     notices: tuple[str, ...] = ()
-    reused: int = 0
     seconds: float = 0.0
     # For each merge, which of the other models are its "base" and its "source"s.
     inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

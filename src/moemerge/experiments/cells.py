@@ -34,7 +34,11 @@ class CellJournal:
         self._store: LineStore | None = None
         self._timings: LineStore | None = None
         for number, entry in enumerate(read_lines(self.path, None, CELLS_HINT), 1):
-            _check_entry(entry, f"{self.path}, line {number}")
+            for name, kind in {"set": dict, "cell": str, "scale": dict}.items():
+                if not isinstance(entry.get(name), kind):
+                    where = f"{self.path}, line {number}"
+                    problem = f"{where} is not a measured cell: {name!r} is missing"
+                    raise DataError(problem, hint=CELLS_HINT)
             if entry["scale"] == self._scale:
                 self._found[_text(entry["set"]), entry["cell"]] = entry
 
@@ -73,12 +77,6 @@ class CellJournal:
 
     def get(self, key: Repeat, cell: Measurement) -> dict[str, Any] | None:
         return self._found.get((_text(key.to_json()), cell.name))
-
-
-def _check_entry(entry: Mapping[str, Any], where: str) -> None:
-    for name, kind in {"set": dict, "cell": str, "scale": dict}.items():
-        if not isinstance(entry.get(name), kind):
-            raise DataError(f"{where} is not a measured cell: {name!r} is missing", hint=CELLS_HINT)
 
 
 def _text(of_set: Mapping[str, Any]) -> str:

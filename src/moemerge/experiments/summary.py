@@ -168,8 +168,6 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         values, form = asdict(self), self.form
         del values["form"]
-        if form.paired_by == "seeds":
-            _without_tasks(values)
         about = {"experiment": form.name, "title": form.title, "about": form.about}
         return {**about, **form.shared, **values}
 
@@ -182,17 +180,6 @@ class Summary:
         for row in self.rows:
             groups.setdefault(row.group, []).append(row)
         return groups
-
-
-def _without_tasks(values: dict[str, Any]) -> None:
-    """Remove the fields that only tables with tasks have."""
-    del values["references"]
-    for row in values["rows"]:
-        del row["tasks"], row["against_control"], row["perplexity"]
-    compared = [row["against_first"] for row in values["rows"]] + list(values["comparisons"])
-    for comparison in compared:
-        if comparison is not None:
-            del comparison["paired"]
 
 
 def summarise(

@@ -9,11 +9,13 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 from types import ModuleType
 from typing import Any
 
@@ -206,47 +208,41 @@ class _State:
     """The dependencies between items."""
 
     def __init__(self, items: Sequence[WorkItem]) -> None:
-        self._waiting = {item.key: set(item.after) for item in items}
         self._items = {item.key: item for item in items}
         self._order = {item.key: number for number, item in enumerate(items)}
-        self._needed_by: dict[str, set[str]] = {item.key: set() for item in items}
-        for item in items:
-            for key in item.after:
-                self._needed_by[key].add(item.key)
-        self.ready = [item for item in items if not item.after]
+        self._sorter = TopologicalSorter({item.key: item.after for item in items})
+        self._sorter.prepare()
+        self._users = Counter(key for item in items for key in item.after)
+        self._failed: set[str] = set()
+        self.ready = [self._items[key] for key in self._sorter.get_ready()]
 
     def take_ready(self, count: int) -> list[WorkItem]:
-        """Return the most urgent item that can run now."""
+        """Return the most urgent items that can run now."""
         self.ready.sort(key=lambda item: (item.rank, self._order[item.key]))
         taken, self.ready = self.ready[:count], self.ready[count:]
         return taken
 
     def finish(self, outcome: Outcome) -> Iterator[Outcome]:
-        """Record the end of an item: release or skip those that waited for it, and free what was
-        last used.
+        """Record the end of an item: free what was last used, and release or skip those that
+        waited for it.
         """
         yield outcome
-        key = outcome.item.key
-        for other in sorted(self._needed_by[key], key=self._order.__getitem__):
-            waiting = self._waiting.get(other)
-            if waiting is None:
-                continue  # skipped already
-            if outcome.error is not None:
-                del self._waiting[other]
-                yield from self.finish(Outcome(self._items[other], error=f"needed: {key}"))
-                continue
-            waiting.discard(key)
-            if not waiting:
-                self.ready.append(self._items[other])
-        for earlier in outcome.item.after:
-            self._needed_by[earlier].discard(key)
-            self._let_go(earlier)
-        self._let_go(key)
-
-    def _let_go(self, key: str) -> None:
-        then = self._items[key].then
-        if then is not None and not self._needed_by[key]:
-            then()
+        ended = outcome.item
+        if outcome.error is not None:
+            self._failed.add(ended.key)
+        self._users.subtract(ended.after)
+        for key in (*ended.after, ended.key):
+            then = self._items[key].then
+            if then is not None and not self._users[key]:
+                then()
+        self._sorter.done(ended.key)
+        for key in sorted(self._sorter.get_ready(), key=self._order.__getitem__):
+            item = self._items[key]
+            missing = next((other for other in item.after if other in self._failed), None)
+            if missing is None:
+                self.ready.append(item)
+            else:
+                yield from self.finish(Outcome(item, error=f"needed: {missing}"))
 
 
 @contextmanager

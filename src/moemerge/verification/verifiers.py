@@ -1,6 +1,6 @@
 """Verifiers by name, among them of instructions (IFEval) and custom ones; cached, parallel checks.
 
-A judgement is cached by its content, within a run and, with a file, across runs. Timeouts depend on
+A judgement is cached by its content, within a run and across runs. Timeouts depend on
 the machine's load and undecided grades on its installation, so these two are not written to the
 file.
 """
@@ -41,7 +41,6 @@ from moemerge.verification.sandbox.process import Limits
 from moemerge.verification.workers import WorkerPool
 
 NAMES: Final = ("math", "code", "exact", "choice", "instructions")
-PUBLISHED: Final = ("last-number", "bare-math", "last-choice", "code-3s")
 
 
 def make_verifier(
@@ -66,7 +65,6 @@ def make_verifier(
         "last-choice": LastChoiceVerifier,
         "code-3s": lambda: ThreeSecondsVerifier(allow_code=allow_code),
     }
-    assert tuple(makers) == NAMES + PUBLISHED
     if ":" in name:
         return CustomVerifier(name)
     if name not in makers:
@@ -181,17 +179,23 @@ JUDGEMENTS_EDITION: Final = 1
 
 
 class CachedVerifier(Verifier):
-    """A verifier with a cache, in memory and optionally in a `LineStore`. Thread-safe."""
+    """A verifier with a cache, in memory and in a file. Thread-safe."""
 
-    def __init__(self, verifier: Verifier, path: Path | None = None) -> None:
+    def __init__(self, verifier: Verifier, path: Path) -> None:
         self.name = verifier.name
         self.inner = verifier
         self._lock = threading.Lock()
         self._known: ComputedOnce[str, Judgement] = ComputedOnce()
-        self._file: LineStore | None = None
-        if path is not None:
-            self._file = LineStore(path, {"kind": JUDGEMENTS_KIND, "edition": JUDGEMENTS_EDITION})
-            self._load(self._file)
+        self._file = LineStore(path, {"kind": JUDGEMENTS_KIND, "edition": JUDGEMENTS_EDITION})
+        try:
+            for values in self._file.lines:
+                self._known.put(values["key"], Judgement.from_json(values))
+        except (ValueError, KeyError, TypeError) as error:
+            self._file.close()
+            raise DataError(
+                f"{path} is damaged ({type(error).__name__}: {error})",
+                hint="remove it: its answers are judged again",
+            ) from error
 
     def relevant(self, row: Fields) -> Any:
         return self.inner.relevant(row)
@@ -202,9 +206,7 @@ class CachedVerifier(Verifier):
 
     def close(self) -> None:
         self.inner.close()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
     def _key(self, row: Fields, response: str) -> str:
         content = [JUDGEMENTS_EDITION, self.name, self.inner.relevant(row), response]
@@ -213,21 +215,10 @@ class CachedVerifier(Verifier):
 
     def _judged(self, key: str, row: Fields, response: str) -> Judgement:
         judgement = self.inner.check(row, response)
-        if self._file is not None and judgement.grade in LASTING:
+        if judgement.grade in LASTING:
             with self._lock:
                 self._file.add({"key": key, **judgement.to_json()})
         return judgement
-
-    def _load(self, file: LineStore) -> None:
-        try:
-            for values in file.lines:
-                self._known.put(values["key"], Judgement.from_json(values))
-        except (ValueError, KeyError, TypeError) as error:
-            file.close()
-            raise DataError(
-                f"{file.path} is damaged ({type(error).__name__}: {error})",
-                hint="remove it: its answers are judged again",
-            ) from error
 
 
 INSTRUCTIONS_SECONDS: Final = 20.0  # per answer
