@@ -75,18 +75,18 @@ def answer_prompts(
 # --- rows as they are written ---------------------------------------------------------------------
 
 
-def answered_row(
-    prompt: PromptRow, response: str, tokenizer: Tokenizer, *, ended: bool
-) -> dict[str, Any]:
+def answered_row(request: DataRequest, answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a row of a prompt and its answer, which reads back as the tokens that the model wrote.
 
     Without a chat template the answer follows the prompt directly, and the end token that the model
     wrote follows the answer.
     """
     if has_template(tokenizer):
-        return conversation_row(prompt, response)
+        return conversation_row(answer.prompt, answer.response)
+    # After a stop text there is no end token: the model did not write one.
+    ended = answer.completion.finish is Finish.STOP and not request.settings.stop
     end = str(tokenizer.eos_token) if ended and tokenizer.eos_token else ""
-    return {"text": contents_of(prompt.turns) + response + end}
+    return {"text": contents_of(answer.prompt.turns) + answer.response + end}
 
 
 def plain_row(prompt: PromptRow, response: str | None, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def run_data(request: DataRequest, progress: Progress) -> DataReport:
     if settings.completions is not None:
         write_rows(settings.completions, map(_described, answers))
     rows = [
-        (answer.prompt.group, _row(request, answer, tokenizer))
+        (answer.prompt.group, answered_row(request, answer, tokenizer))
         for answer in _kept(request, answers)
     ]
     report = _finish(request, selected, rows, answers, generated, begun)
@@ -200,12 +200,6 @@ def _kept(request: DataRequest, answers: Sequence[Answer]) -> list[Answer]:
         made = [a for a in wanted if not a.completion.has_failed]
         kept += distinct(made, key=lambda a: a.response.strip())[: settings.per_prompt]
     return kept
-
-
-def _row(request: DataRequest, answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
-    # After a stop text there is no end token: the model did not write one.
-    ended = answer.completion.finish is Finish.STOP and not request.settings.stop
-    return answered_row(answer.prompt, answer.response, tokenizer, ended=ended)
 
 
 def _described(answer: Answer) -> dict[str, Any]:

@@ -241,7 +241,7 @@ class EvaluationReport:
             "domain": task.domain,
             "metric": task.metric,
             "data": task.source,
-            "counts": {m: c.to_json() for m, c in zip(models, task.counts, strict=False)},
+            "counts": {m: asdict(c) for m, c in zip(models, task.counts, strict=False)},
             "problems": [
                 {"problem": name, **{m: float(task.scores[n, at]) for n, m in enumerate(models)}}
                 for at, name in enumerate(task.problems)

@@ -209,7 +209,10 @@ class TransformersEngine:
 
 
 def _load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
-    wanted = parse_dtype(dtype).torch if dtype != "auto" else _usual_dtype(checkpoint, device)
+    if dtype != "auto":
+        wanted = parse_dtype(dtype).torch
+    else:  # a CPU gains nothing from bfloat16, and float32 is less sensitive to rounding
+        wanted = torch.float32 if device.type == "cpu" else stored_dtype(checkpoint)
     model = build_skeleton(checkpoint, wanted)
     weights = Weights(model, checkpoint, device, wanted)
     try:
@@ -227,13 +230,6 @@ def _load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTraine
     finally:
         weights.close()
     return model
-
-
-def _usual_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """Return the default dtype. A CPU gains nothing from bfloat16, and float32 is less sensitive to
-    rounding.
-    """
-    return torch.float32 if device.type == "cpu" else stored_dtype(checkpoint)
 
 
 def end_tokens(

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 Fields = Mapping[str, Any]
 
 
-class Grade(enum.Enum):
+class Grade(enum.StrEnum):
     """The grades, as written to files and summaries."""
 
     RIGHT = "right"
@@ -34,13 +34,6 @@ class Judgement:
     @property
     def right(self) -> bool:
         return self.grade is Grade.RIGHT
-
-    def to_json(self) -> dict[str, str]:
-        return {"grade": self.grade.value, "detail": self.detail}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Judgement:
-        return cls(Grade(values["grade"]), str(values["detail"]))
 
 
 RIGHT = Judgement(Grade.RIGHT)

@@ -189,7 +189,8 @@ class CachedVerifier(Verifier):
         self._file = LineStore(path, {"kind": JUDGEMENTS_KIND, "edition": JUDGEMENTS_EDITION})
         try:
             for values in self._file.lines:
-                self._known.put(values["key"], Judgement.from_json(values))
+                judgement = Judgement(Grade(values["grade"]), str(values["detail"]))
+                self._known.put(values["key"], judgement)
         except (ValueError, KeyError, TypeError) as error:
             self._file.close()
             raise DataError(
@@ -217,7 +218,7 @@ class CachedVerifier(Verifier):
         judgement = self.inner.check(row, response)
         if judgement.grade in LASTING:
             with self._lock:
-                self._file.add({"key": key, **judgement.to_json()})
+                self._file.add({"key": key, **vars(judgement)})
         return judgement
 
 

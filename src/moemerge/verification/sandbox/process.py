@@ -157,17 +157,11 @@ def _folder() -> Iterator[str]:
     try:
         yield folder
     finally:
-        _remove(folder)
-
-
-def _remove(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    if not os.path.exists(folder):
-        return
-    # a program may have changed the permissions of its folders
-    for parent, _folders, _files in os.walk(folder):
-        os.chmod(parent, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        # What is left is in folders whose permissions a program has changed.
+        for parent, _folders, _files in os.walk(folder):
+            os.chmod(parent, 0o700)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> tuple[bytes, Ended]:
