@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -57,23 +56,18 @@ class Bridge:
 
     def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Return one text per request; a repeated request is another sample."""
-        texts: dict[int, str] = {}
-        groups: dict[GenerationSettings, list[int]] = {}
-        for place, (_prompt, wishes) in enumerate(requests):
-            groups.setdefault(self._settings(wishes), []).append(place)
-        for settings, places in groups.items():
-            seen: Counter[str] = Counter()
-            samples = []
-            for place in places:
-                samples.append(seen[requests[place][0]])
-                seen[requests[place][0]] += 1
-            prompts = list(seen)
-            several = settings.model_copy(update={"samples": max(seen.values())})
+        texts = [""] * len(requests)
+        groups: dict[GenerationSettings, dict[str, list[int]]] = {}
+        for place, (prompt, wishes) in enumerate(requests):
+            group = groups.setdefault(self._settings(wishes), {})
+            group.setdefault(prompt, []).append(place)
+        for settings, prompts in groups.items():
+            several = settings.model_copy(update={"samples": max(map(len, prompts.values()))})
             made = self._complete([self.encode(prompt) for prompt in prompts], several)
-            number = {prompt: n for n, prompt in enumerate(prompts)}
-            for place, sample in zip(places, samples, strict=True):
-                texts[place] = made[number[requests[place][0]]][sample]
-        return [texts[place] for place in range(len(requests))]
+            for places, samples in zip(prompts.values(), made, strict=True):
+                for place, text in zip(places, samples, strict=False):
+                    texts[place] = text
+        return texts
 
     def log_likelihoods(
         self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]

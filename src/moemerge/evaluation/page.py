@@ -20,6 +20,8 @@ from moemerge.runtime.checksums import update_checksum
 from moemerge.runtime.files import write_whole
 from moemerge.runtime.progress import counted
 
+EXPECTED: Final = ("answer", "canonical_solution", "code")  # the first that a row has is shown
+
 
 def page_document(
     report: EvaluationReport, scored: Sequence[ScoredTask], header: Mapping[str, Any]
@@ -50,7 +52,7 @@ def _task(task: ScoredTask, models: Sequence[str]) -> dict[str, Any]:
             {
                 "name": name,
                 "prompt": row.user_text,
-                "expected": _expected(row.fields),
+                "expected": str(next((row.fields[k] for k in EXPECTED if k in row.fields), "")),
                 "scores": [float(value) for value in scores[:, place]],
                 "texts": [_texts(task.answers[model][place]) for model in models],
             }
@@ -59,11 +61,6 @@ def _task(task: ScoredTask, models: Sequence[str]) -> dict[str, Any]:
             )
         ],
     }
-
-
-def _expected(fields: Mapping[str, Any]) -> str:
-    answer = fields.get("answer", fields.get("canonical_solution", fields.get("code", "")))
-    return str(answer)
 
 
 def _texts(samples: Sequence[Answer]) -> list[dict[str, Any]]:

@@ -264,8 +264,7 @@ class _Planner:
         assert block is not None
         settings = block.narrowed(BY_VERB[entry.kind].settings)
         sources = self.repair_sources(merge, entry, block)
-        data = self.repair_data(entry, block)
-        texts = self.texts(data, list(sources))
+        texts = self.texts(self.repair_data(entry), list(sources))
         spec = {
             "settings": plain_settings(settings, given=True),
             "weights": block.weights or {},
@@ -282,8 +281,7 @@ class _Planner:
         if entry.tune.data is not None:
             rows = [self.text(name, entry.tune.data, start)]
         else:
-            data = self.config.texts[entry.text] if entry.text else self.config.data or {}
-            rows = list(self.texts(data, self.sources_of(merge)).values())
+            rows = list(self.texts(self.repair_data(entry), self.sources_of(merge)).values())
         return StudyNode.of("tune", name, _tuning(entry.tune, entry.share), (start, *rows))
 
     def repair_sources(
@@ -293,14 +291,14 @@ class _Planner:
         if isinstance(block.sources, tuple):
             return selected_sources(block.sources, self.models, given_model)
         sources = {name: self.models[name] for name in self.sources_of(merge)}
-        if BASE in self.models and BASE in self.repair_data(entry, block):
+        if BASE in self.models and BASE in self.repair_data(entry):
             sources[BASE] = self.models[BASE]
         added = block.sources or {}
         return {**sources, **{name: given_model(name, ref) for name, ref in added.items()}}
 
-    def repair_data(self, entry: RepairEntry, block: RepairBlock) -> Mapping[str, Any]:
-        if block.data is not None:
-            return block.data
+    def repair_data(self, entry: RepairEntry) -> Mapping[str, Any]:
+        if entry.block is not None and entry.block.data is not None:
+            return entry.block.data
         return self.config.texts[entry.text] if entry.text else self.config.data or {}
 
     def donor(self, merge: str, which: str) -> StudyNode:
@@ -320,17 +318,21 @@ class _Planner:
 
     def table(self, name: str, entry: TableEntry) -> StudyTable:
         labels = list(entry.repairs if entry.repairs is not None else self.config.repairs)
-        rows = [Row(REFERENCE, one, self.reference(one)) for one in self.references(entry)]
+        references = entry.reference
+        if references is None:
+            references = (*([BASE] if BASE in self.models else []), SOURCES)
+        controls = self.controls(labels)
+        others = [label for label in labels if label not in controls]
+        rows = [Row(REFERENCE, one, self.reference(one)) for one in references]
         for merge in entry.merges if entry.merges is not None else self.config.merges:
             merged = self.merges[merge]
-            rows.append(Row(merge, AS_MERGED, self.cell(merge, self.everywhere(merged), merge)))
+            rows.append(Row(merge, AS_MERGED, self.cell(merge, merged, merge)))
             for label in labels:
                 repair = self.config.repairs[label]
                 if repair.routers == AVERAGE and _averages(merged.values):
                     continue  # its routers are averaged already
                 node = self.repaired(merge, label)
-                cell = self.cell(node.name, self.everywhere(node), merge)
-                rows.append(Row(merge, label, cell, repair.x))
+                rows.append(Row(merge, label, self.cell(node.name, node, merge), repair.x))
         tasks: dict[str, dict[str, str]] = {domain: {} for domain in self.domains}
         for task in self.tasks:
             tasks[task.settings.domain][task.name] = task.settings.title
@@ -341,34 +343,34 @@ class _Planner:
             domains=self.domains,
             figure=entry.figure,
             axis=entry.axis,
-            compare=self.compared(entry, labels),
-            control=next(iter(self.controls(labels)), ""),
-            singles=tuple(one for one in self.references(entry) if one != SOURCES),
+            compare=entry.compare
+            if entry.compare is not None
+            else tuple((control, label) for control in controls for label in others),
+            control=next(iter(controls), ""),
+            singles=tuple(one for one in references if one != SOURCES),
             tasks=tasks,
             paired_by="problems",
         )
         return StudyTable(form, tuple(rows))
 
-    def references(self, entry: TableEntry) -> tuple[str, ...]:
-        if entry.reference is not None:
-            return entry.reference
-        return (*([BASE] if BASE in self.models else []), SOURCES)
-
     def reference(self, which: str) -> StudyCell:
         if which != SOURCES:
-            return self.cell(which, self.everywhere(self.models[which]), None)
+            return self.cell(which, self.models[which])
         own = tuple((d, self.models[d]) for d in self.domains if d in self.config.sources)
         if not own:
             text = f"no task's domain ({', '.join(self.domains)}) is the name of a source"
             self.loaded.refuse([Fault(("sources",), text)])
-        return self.cell(SOURCES, own, None)
-
-    def everywhere(self, node: StudyNode) -> tuple[tuple[str, StudyNode], ...]:
-        return tuple((domain, node) for domain in self.domains)
+        return self.cell(SOURCES, own)
 
     def cell(
-        self, name: str, runs: tuple[tuple[str, StudyNode], ...], merge: str | None
+        self,
+        name: str,
+        runs: StudyNode | tuple[tuple[str, StudyNode], ...],
+        merge: str | None = None,
     ) -> StudyCell:
+        """Return the cell of one model for all domains, or of a model for each."""
+        if isinstance(runs, StudyNode):
+            runs = tuple((domain, runs) for domain in self.domains)
         beside = () if merge is None else self.routing_nodes(merge)
         digests = [[domain, node.digest] for domain, node in runs]
         made_of = digest_of([self.asked, digests, [node.digest for node in beside]])
@@ -383,12 +385,6 @@ class _Planner:
         names = [name for name in self.sources_of(merge) if name in data]
         texts = self.texts(data, names)
         return tuple(node for name in names for node in (self.models[name], texts[name]))
-
-    def compared(self, entry: TableEntry, labels: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        if entry.compare is not None:
-            return entry.compare
-        controls = self.controls(labels)
-        return tuple((c, label) for c in controls for label in labels if label not in controls)
 
     def controls(self, labels: Sequence[str]) -> list[str]:
         """Return the repairs that only average the routers."""

@@ -43,12 +43,6 @@ AVERAGE = "average"  # routers: of the merged models, averaged
 AS_MERGED = "as merged"  # the row of a merge that is not repaired
 
 
-def _named(raw: object) -> object:
-    if isinstance(raw, Mapping) and BASE in raw:
-        raise FaultsError.one("the base has its own key: `base: MODEL` at the top", BASE)
-    return raw
-
-
 class TuneBlock(TuningSettings):
     """What a model is tuned with."""
 
@@ -225,8 +219,9 @@ class StudyConfig(Strict):
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
-        _named(data.get("sources"))
-        seeds = data.get("seeds", ())
+        sources, seeds = data.get("sources"), data.get("seeds", ())
+        if isinstance(sources, Mapping) and BASE in sources:
+            raise FaultsError.one("the base has its own key: `base: MODEL` at the top", BASE)
         if isinstance(seeds, list) and len({str(seed) for seed in seeds}) < len(seeds):
             raise FaultsError.one("the same seed twice: name each once", "seeds")
         if isinstance(seeds, list) and len(seeds) > MOST_SEEDS:

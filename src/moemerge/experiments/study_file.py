@@ -136,12 +136,11 @@ def overlaid(below: Any, above: Any) -> Any:
     """Mappings key by key, anything else as it is above; a null takes what is below away."""
     if not isinstance(below, Mapping) or not isinstance(above, Mapping):
         return above
-    kept = {key: value for key, value in below.items() if key not in above}
     # In the order of the file below, which is that of its tables.
-    merged = {k: overlaid(v, above[k]) for k, v in below.items() if above.get(k) is not None}
-    added = {k: v for k, v in above.items() if k not in below and v is not None}
-    ordered = {k: kept[k] if k in kept else merged[k] for k in below if k in kept or k in merged}
-    return {**ordered, **added}
+    merged = {k: overlaid(v, above[k]) if k in above else v for k, v in below.items()}
+    added = {k: v for k, v in above.items() if k not in below}
+    removed = {key for key, value in above.items() if value is None}
+    return {k: v for k, v in {**merged, **added}.items() if k not in removed}
 
 
 def seeded(value: Any, seed: int) -> Any:
