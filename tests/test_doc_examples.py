@@ -120,7 +120,7 @@ def run(words):
     if words[0] in WRITES:
         remove(words[WRITES[words[0]]].rstrip("/"))
     if words[0] not in VERBS and importlib.util.find_spec(f"moemerge.cli.{words[0]}"):
-        importlib.import_module(f"moemerge.cli.{words[0]}").add_to(app)
+        importlib.import_module(f"moemerge.cli.{words[0]}")  # adds it to `app`
     if "--verify" in words:  # checks a folder that moemerge has written
         remove(words[1].rstrip("/"))
         run(["swap-routers", "base", "--from", "math", words[1]])

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import moemerge
 from moemerge.calibration.settings import CalibrationSettings
 from moemerge.cli.app import app
-from moemerge.cli.flags import ADVANCED, FEW, add_verb, given
+from moemerge.cli.flags import ADVANCED, FEW, given, verb
 from moemerge.cli.wording import in_flags, speak_of
 from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.fields import AutoOrPositive, Strict
@@ -42,13 +42,13 @@ class Group:
 def outcome(*args):
     seen = {}
 
-    def verb(knobs, data, group):
+    def tried(knobs, data, group):
         seen.update(given(knobs), knobs=knobs, data=data, group=group)
 
     # `eval_str` reads annotations in the module, where local names are not.
-    verb.__annotations__ = {"knobs": Knobs, "data": DATA, "group": Group}
+    tried.__annotations__ = {"knobs": Knobs, "data": DATA, "group": Group}
     tool = typer.Typer()
-    add_verb(tool, verb, "  tool --help")
+    verb("  tool --help", of=tool)(tried)
     result = CliRunner().invoke(tool, list(args))
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception

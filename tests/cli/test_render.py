@@ -23,9 +23,8 @@ from moemerge import cli
 from moemerge.api import list_methods, list_wrappers
 from moemerge.cli import console
 from moemerge.cli.app import app
-from moemerge.cli.console import interruptible, substitute
+from moemerge.cli.console import interruptible, remaining_work, substitute
 from moemerge.cli.render import NumberTable, merge_report
-from moemerge.cli.repairs import remaining_work
 from moemerge.cli.routing_table import calibrate_report, diagnosis_report
 from moemerge.report.words import Quantity
 from moemerge.routing.figures import FIGURES

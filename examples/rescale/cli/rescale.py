@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import typer
+from typing import Annotated
 
-from moemerge.cli.console import interruptible
-from moemerge.cli.flags import (
-    ModelArgument,
-    Out,
-    Overwrite,
-    Reporting,
-    Resume,
-    Sources,
-    Texts,
-    add_verb,
-)
-from moemerge.cli.repairs import remaining_work
+import typer
+from rich.table import Table
+
+from moemerge.cli.console import interruptible, remaining_work
+from moemerge.cli.flags import ModelArgument, Out, Reporting, Sources, Texts, verb
 from moemerge.rescaling.settings import RescaleSettings
 
 EXAMPLES = """
@@ -24,10 +17,7 @@ EXAMPLES = """
 """
 
 
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, rescale, EXAMPLES)
-
-
+@verb(EXAMPLES)
 def rescale(
     model: ModelArgument,
     out_folder: Out,
@@ -35,16 +25,13 @@ def rescale(
     data: Texts,
     settings: RescaleSettings,
     reporting: Reporting,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a killed run.")] = False,
 ) -> None:
     """Scale the routers of MODEL so that their logits spread as in its sources."""
-    from rich.table import Table
-
     from moemerge.rescaling import run  # imports torch
 
     request = run.RescaleRequest(
-        model, out_folder, source, data, settings, overwrite=overwrite, resume=resume
+        model, out_folder, source, data, settings, overwrite=reporting.overwrite, resume=resume
     )
     with interruptible(remaining_work(out_folder)), reporting.progress() as bar:
         rows = run.rescale(request, bar)

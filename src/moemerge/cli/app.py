@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from moemerge import cli
 from moemerge.cli import INTERRUPTED, NOTHING_LEFT
 from moemerge.cli.console import show_error
+from moemerge.cli.flags import app as app
 from moemerge.cli.flags import without_types
 from moemerge.cli.wording import in_flags
 from moemerge.errors import ConfigError, MoeMergeError
@@ -64,16 +65,6 @@ class Verbs(TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
 
 
-app = typer.Typer(
-    cls=Verbs,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Merge Mixture-of-Experts models and repair what merging breaks.",
-)
-
-
 def _version(ctx: typer.Context, value: bool) -> None:
     if not value:
         return
@@ -101,7 +92,9 @@ def _environment() -> list[str]:
     return [*lines, *(f"gpu {name}" for name in gpu_names())]
 
 
-@app.callback()
+@app.callback(
+    cls=Verbs, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
 def moemerge(
     verbose: Annotated[
         bool,
@@ -120,7 +113,7 @@ def _add_verbs() -> None:
     verbs = (*FIRST, *others)
     asked = SHARED.get(cli.asked, cli.asked.replace("-", "_"))
     for name in [asked] if asked in verbs else verbs:
-        importlib.import_module(f"{cli.__name__}.{name}").add_to(app)
+        importlib.import_module(f"{cli.__name__}.{name}")
 
 
 _add_verbs()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from moemerge.cli.flags import Config, Reporting, add_verb
-from moemerge.coefficients.settings import CoefficientSettings
+from moemerge import api
+from moemerge.cli.flags import Config, Reporting, verb
+from moemerge.cli.render import NumberTable
+from moemerge.coefficients.settings import CoefficientMethod, CoefficientSettings
 
 if TYPE_CHECKING:
-    from moemerge.cli.render import NumberTable
     from moemerge.coefficients.run import CoefficientsReport
 
 EXAMPLES = """
@@ -23,20 +23,12 @@ EXAMPLES = """
 """
 
 
-class Way(StrEnum):
-    acm = "acm"
-    sens = "sens"
-    neuron = "neuron"
-    adamerging = "adamerging"
-    expertmerging = "expertmerging"
-
-
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, coefficients, EXAMPLES)
-
-
+@verb(EXAMPLES)
 def coefficients(
-    method: Annotated[Way, typer.Argument(metavar="METHOD", help=f"{', '.join(Way)}.")],
+    method: Annotated[
+        CoefficientMethod,
+        typer.Argument(metavar="METHOD", help=f"{', '.join(get_args(CoefficientMethod))}."),
+    ],
     config: Config,
     out_file: Annotated[
         Path, typer.Argument(metavar="OUT.yml", help="File to write; appears whole or not.")
@@ -56,11 +48,9 @@ def coefficients(
 
     A config with `coefficients: OUT.yml` multiplies its weights by them.
     """
-    from moemerge import api
-
     with reporting.progress() as bar:
         report = api.find_coefficients(
-            method.value,
+            method,
             config,
             out_file,
             data=data,
@@ -72,8 +62,6 @@ def coefficients(
 
 
 def _table(report: CoefficientsReport) -> NumberTable:
-    from moemerge.cli.render import NumberTable
-
     names = list(report.coefficients)
     table = NumberTable(("place", *names), title=f"{report.method}: {report.output}")
     for place in report.coefficients[names[0]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import typer
+from rich.table import Table
 
-from moemerge.cli.console import interruptible
-from moemerge.cli.flags import Config, Out, Reporting, add_verb
-from moemerge.cli.repairs import Samples, remaining_work, show_samples
+from moemerge import api
+from moemerge.checkpoint import format_size
+from moemerge.cli.console import interruptible, remaining_work
+from moemerge.cli.flags import Config, Out, Reporting, verb
+from moemerge.cli.render import Samples, show_samples
 from moemerge.composing.settings import ComposeSettings
 
 if TYPE_CHECKING:
@@ -20,10 +22,7 @@ EXAMPLES = """
 """
 
 
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, compose, EXAMPLES)
-
-
+@verb(EXAMPLES)
 def compose(
     config: Config,
     out_folder: Out,
@@ -32,8 +31,6 @@ def compose(
     sample: Samples = None,
 ) -> None:
     """Compose a MoE of dense models, or add experts to one; CONFIG is as for mergekit-moe."""
-    from moemerge import api
-
     with interruptible(remaining_work(out_folder)), reporting.progress() as bar:
         report = api.compose(config, out_folder, settings=settings, progress=bar)
     reporting.show(report.to_json(), _table(report), notices=report.notices)
@@ -42,14 +39,12 @@ def compose(
     show_samples(sample, out_folder, models, settings.device, reporting)
 
 
-def _table(report: ComposeReport) -> Any:
-    from rich.table import Table
-
-    from moemerge.checkpoint import format_size
-
+def _table(report: ComposeReport) -> Table:
+    share = report.own_share
+    fitted = "" if share is None else f", {share:.1%} of the tokens to the expert of their domain"
     table = Table(
         title=f"{report.architecture}, {report.output_parameters / 1e9:.2f} billion parameters, "
-        f"{format_size(report.output_bytes)}; routers: {report.gate_mode}{_fitted(report)}",
+        f"{format_size(report.output_bytes)}; routers: {report.gate_mode}{fitted}",
         title_justify="left",
     )
     table.add_column("part")
@@ -61,8 +56,3 @@ def _table(report: ComposeReport) -> Any:
     if report.shared_expert is not None:
         table.add_row("shared expert", report.shared_expert)
     return table
-
-
-def _fitted(report: ComposeReport) -> str:
-    share = report.own_share
-    return "" if share is None else f", {share:.1%} of the tokens to the expert of their domain"

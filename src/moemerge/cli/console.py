@@ -38,6 +38,7 @@ from moemerge.cli import INTERRUPTED
 from moemerge.cli.wording import in_flags
 from moemerge.errors import CheckpointError
 from moemerge.runtime.files import write_whole
+from moemerge.runtime.journals import journal_path, saved_path
 from moemerge.version import __version__
 
 # Characters that move the cursor, change colours or reverse the text direction.
@@ -286,6 +287,28 @@ GOES_ON = "the same command continues with the finished work"
 def waiting(path: Path) -> Callable[[], str | None]:
     """Return a callback for `interruptible`: the message if `path` exists and can be resumed."""
     return lambda: GOES_ON if os.path.exists(path) else None
+
+
+def remaining_work(out_folder: Path) -> Callable[[], str | None]:
+    """Return a function that describes, after an interrupt, how to continue."""
+    unfinished, before = (journal_path(out_folder), saved_path(out_folder)), _inode(out_folder)
+
+    def remaining() -> str | None:
+        if any(os.path.exists(folder) for folder in unfinished):
+            return GOES_ON
+        if _inode(out_folder) not in (None, before):
+            return f"{out_folder} is complete; only figures, page or upload are missing"
+        return None
+
+    return remaining
+
+
+def _inode(folder: Path) -> int | None:
+    """Return a number that differs for a folder that has replaced another."""
+    try:
+        return folder.stat().st_ino
+    except OSError:  # it does not exist, or cannot: a name too long, a loop of links
+        return None
 
 
 @contextmanager

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
-from moemerge.cli.flags import ModelArgument, Out, Reporting, add_verb
+from moemerge import api
+from moemerge.checkpoint import format_size
+from moemerge.cli.flags import ModelArgument, Out, Reporting, verb
+from moemerge.cli.render import facts
 from moemerge.exporting.settings import ExtractLoraSettings
 from moemerge.runtime.progress import counted
 
@@ -31,13 +35,7 @@ LORA_EXAMPLES = """
 """
 
 
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, convert, CONVERT_EXAMPLES)
-    add_verb(app, swap_routers, SWAP_EXAMPLES, "swap-routers")
-    add_verb(app, extract, EXTRACT_EXAMPLES)
-    add_verb(app, extract_lora, LORA_EXAMPLES, "extract-lora")
-
-
+@verb(CONVERT_EXAMPLES)
 def convert(
     model: ModelArgument,
     out_folder: Out,
@@ -50,10 +48,6 @@ def convert(
 
     Some engines read only one of the layouts and skip the tensors of the other.
     """
-    from moemerge import api
-    from moemerge.checkpoint import format_size
-    from moemerge.cli.render import facts
-
     chosen: Any = layout
     with reporting.progress() as bar:
         report = api.convert(
@@ -68,6 +62,7 @@ def convert(
     reporting.show(report.to_json(), facts(rows), notices=report.notices)
 
 
+@verb(SWAP_EXAMPLES, "swap-routers")
 def swap_routers(
     model: ModelArgument,
     out_folder: Out,
@@ -90,9 +85,6 @@ def swap_routers(
 
     Evaluating the result shows how much of a merge's damage is routing.
     """
-    from moemerge import api
-    from moemerge.cli.render import facts
-
     with reporting.progress() as bar:
         report = api.swap_routers(
             model,
@@ -112,6 +104,7 @@ def swap_routers(
     reporting.show(report.to_json(), facts(rows))
 
 
+@verb(EXTRACT_EXAMPLES)
 def extract(
     shared: Annotated[
         str, typer.Argument(metavar="SHARED", help="A merge whose config has `tasks:`.")
@@ -125,10 +118,6 @@ def extract(
     ] = None,
 ) -> None:
     """Rebuild the model NAME from a merge that stored masks or low-rank residuals of its models."""
-    from moemerge import api
-    from moemerge.checkpoint import format_size
-    from moemerge.cli.render import facts
-
     with reporting.progress() as bar:
         report = api.extract(
             shared, name, out_folder, base=base, overwrite=reporting.overwrite, progress=bar
@@ -142,6 +131,7 @@ def extract(
     reporting.show(report.to_json(), facts(rows))
 
 
+@verb(LORA_EXAMPLES, "extract-lora")
 def extract_lora(
     model: ModelArgument,
     base: Annotated[str, typer.Argument(metavar="BASE", help="The model it was trained from.")],
@@ -153,10 +143,6 @@ def extract_lora(
 
     BASE+OUT can be used as a model in every command.
     """
-    from moemerge import api
-    from moemerge.checkpoint import format_size
-    from moemerge.cli.render import facts
-
     with reporting.progress() as bar:
         report = api.extract_lora(
             model, base, out_folder, settings=settings, overwrite=reporting.overwrite, progress=bar
@@ -169,10 +155,8 @@ def extract_lora(
     reporting.show(report.to_json(), _table(report), facts(rows), notices=report.notices)
 
 
-def _table(report: ExtractLoraReport) -> Any:
+def _table(report: ExtractLoraReport) -> Table:
     """Return ranks and errors by role."""
-    from rich.table import Table
-
     table = Table("role", "parameters", "rank", "change", "error")
     for role in dict.fromkeys(row.role for row in report.parameters):
         rows = [row for row in report.parameters if row.role == role]

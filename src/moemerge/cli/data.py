@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
+from moemerge import api
 from moemerge.cli.console import interruptible, waiting
-from moemerge.cli.flags import ModelArgument, Overwrite, Reporting, add_verb
+from moemerge.cli.flags import ModelArgument, Reporting, verb
+from moemerge.cli.render import facts
 from moemerge.data.settings import DataSettings
 from moemerge.runtime.journals import completions_path
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from moemerge.data.run import DataReport
     from moemerge.generation.run import Counts
 
@@ -41,10 +42,7 @@ Plain = Annotated[
 ]
 
 
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, data, EXAMPLES)
-
-
+@verb(EXAMPLES)
 def data(
     model: ModelArgument,
     out_file: Annotated[
@@ -54,31 +52,23 @@ def data(
     prompts: Files = None,
     text: Plain = None,
     settings: DataSettings,
-    overwrite: Overwrite = False,
     reporting: Reporting,
 ) -> None:
     """Generate calibration text: sample answers of MODEL, verify them, keep the correct ones."""
-    from moemerge import api
-
-    left = waiting(completions_path(out_file))
-    with interruptible(left), reporting.progress() as bar:
+    with interruptible(waiting(completions_path(out_file))), reporting.progress() as bar:
         report = api.make_data(
             model,
             out_file,
             prompts=prompts or (),
             text=text or (),
             settings=settings,
-            overwrite=overwrite,
+            overwrite=reporting.overwrite,
             progress=bar,
         )
     reporting.show(report.to_json(), _summary(report), notices=report.notices)
 
 
-def _summary(report: DataReport) -> RenderableType:
-    from rich.console import Group
-
-    from moemerge.cli.render import facts
-
+def _summary(report: DataReport) -> Table:
     rows = [("read", _read(report))]
     if report.answers.asked:
         rows.append(("answers", _answers(report.answers)))
@@ -90,7 +80,7 @@ def _summary(report: DataReport) -> RenderableType:
     several = f" ({', '.join(shares)})" if len(shares) > 1 else ""
     rows.append(("kept", f"{counted(report.kept, 'row')}{several}"))
     rows.append(("file", report.output))
-    return Group(facts(rows))
+    return facts(rows)
 
 
 def _read(report: DataReport) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemerge.cli.console import err, interruptible, out, show_json
-from moemerge.cli.flags import Device, Json, Quiet, add_verb
+from moemerge.cli.flags import Device, Json, Quiet, verb
 from moemerge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,10 +37,7 @@ SOLVED = 3  # columns of accuracies
 MARKER = ".moemerge-demo"
 
 
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, demo, EXAMPLES)
-
-
+@verb(EXAMPLES)
 def demo(
     folder: Annotated[
         Path, typer.Argument(metavar="[FOLDER]", help="Where the models are made.")

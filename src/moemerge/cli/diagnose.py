@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from moemerge import api
 from moemerge.cli.flags import (
     Checks,
     Experts,
@@ -14,7 +15,7 @@ from moemerge.cli.flags import (
     Reporting,
     Sources,
     Texts,
-    add_verb,
+    verb,
 )
 from moemerge.diagnosis.settings import DiagnosisSettings
 
@@ -29,10 +30,7 @@ EXAMPLES = """
 """
 
 
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, diagnose, EXAMPLES, several=True)
-
-
+@verb(EXAMPLES, several=True)
 def diagnose(
     model: ModelArgument,
     source: Sources,
@@ -52,7 +50,6 @@ def diagnose(
     MODEL and each source process the same tokens, best held out from any calibration. The report
     compares which experts their routers choose. MODEL may be merged by any tool.
     """
-    from moemerge import api
     from moemerge.cli.routing_table import diagnosis_report
 
     with reporting.progress() as bar:

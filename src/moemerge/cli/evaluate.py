@@ -8,8 +8,9 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from moemerge import api
 from moemerge.cli.console import interruptible, waiting
-from moemerge.cli.flags import Reporting, add_verb
+from moemerge.cli.flags import Reporting, verb
 from moemerge.cli.render import NumberTable, facts
 from moemerge.evaluation.settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.report.words import short, with_error
@@ -32,10 +33,7 @@ EXAMPLES = """
 """
 
 
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, evaluate, EXAMPLES)
-
-
+@verb(EXAMPLES)
 def evaluate(
     models: Annotated[
         list[str] | None, typer.Argument(metavar="MODEL...", help="Folders, or hub ids.")
@@ -61,10 +59,7 @@ def evaluate(
     reporting: Reporting,
 ) -> None:
     """Evaluate models on benchmarks and test whether their scores differ."""
-    from moemerge import api
-
-    left = waiting(output.out / "completions")
-    with interruptible(left), reporting.progress() as bar:
+    with interruptible(waiting(output.out / "completions")), reporting.progress() as bar:
         report = api.evaluate(
             models or (),
             task or (),

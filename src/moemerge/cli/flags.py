@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 from rich.markup import escape
@@ -32,6 +31,8 @@ from moemerge.config.settings import Setting, settings_of
 from moemerge.errors import UsageError
 from moemerge.runtime import ranks
 
+app = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
+Function = TypeVar("Function", bound=Callable[..., None])
 ADVANCED = "Advanced"  # the heading of flags that are rarely needed
 FEW = 14  # a command with at most this many flags lists all of them together
 
@@ -209,41 +210,38 @@ def without_types(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
-def add_verb(
-    app: typer.Typer,
-    function: Callable[..., None],
+def verb(
     examples: str,
     name: str | None = None,
     *,
     several: bool = False,
     settings: Mapping[str, type[Strict]] | None = None,
-) -> None:
-    """Make a function a command of `app`; `several` processes may share it (torchrun).
+    of: typer.Typer = app,
+) -> Callable[[Function], Function]:
+    """Make a function a command; `several` processes may share it (torchrun).
 
     `settings` are classes whose instances the function takes as keywords of these names.
     """
-    name = name or function.__name__
-    command = with_flags(function, settings or {})
-    command = command if several else _alone(name, command)
-    app.command(name, epilog=examples, cls=Verb)(command)
 
+    def declare(function: Function) -> Function:
+        called = name or function.__name__
+        command = with_flags(function, settings or {}, None if several else called)
+        of.command(called, epilog=examples, cls=Verb)(command)
+        return function
 
-def _alone(name: str, command: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(command)
-    def checked(**values: Any) -> None:
-        ranks.alone(name)
-        command(**values)
-
-    return checked
+    return declare
 
 
 FlagValues = Mapping[str, Any]
 
 
 def with_flags(
-    function: Callable[..., None], settings: Mapping[str, type[Strict]]
+    function: Callable[..., None], settings: Mapping[str, type[Strict]], alone: str | None
 ) -> Callable[..., None]:
-    """Return `function` as typer reads it: one parameter for each flag."""
+    """Return `function` as typer reads it: one parameter for each flag.
+
+    `alone` is the name of a command that one process runs.
+    """
     # A plugin is loaded while flags are read, so no function asks for it.
     kind = inspect.Parameter.KEYWORD_ONLY
     plugin = inspect.Parameter("plugin", kind, default=None, annotation=Plugins)
@@ -264,6 +262,8 @@ def with_flags(
     replaces = any(parameter.annotation == Out for parameter in declared)
 
     def command(**values: Any) -> None:
+        if alone is not None:
+            ranks.alone(alone)
         check_paths(values, replaces=replaces)
         function(**{name: make(values) for name, make in build.items()})
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from moemerge import api
+from moemerge.cli import render
 from moemerge.cli.console import out, show_json
-from moemerge.cli.flags import Json, ModelArgument, add_verb
+from moemerge.cli.flags import Json, ModelArgument, verb
 from moemerge.errors import CheckpointError
 from moemerge.runtime.progress import counted
 
@@ -32,19 +33,12 @@ Verify = Annotated[
 ]
 
 
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, inspect, INSPECT_EXAMPLES)
-    add_verb(app, ls, LS_EXAMPLES)
-    add_verb(app, schema, SCHEMA_EXAMPLES)
-
-
+@verb(INSPECT_EXAMPLES)
 def inspect(model: ModelArgument, json: Json = False, verify: Verify = False) -> None:
     """Describe MODEL: family, layers, experts, gate, layout, bytes. Reads no tensor.
 
     With --verify, compare all files of a folder that moemerge has written with its checksums.
     """
-    from moemerge import api
-
     if verify:
         _verify(model, json)
         return
@@ -52,14 +46,10 @@ def inspect(model: ModelArgument, json: Json = False, verify: Verify = False) ->
     if json:
         show_json(asdict(description))
         return
-    from moemerge.cli.render import description_table
-
-    out.print(description_table(description))
+    out.print(render.description_table(description))
 
 
 def _verify(model: str, json: bool) -> None:
-    from moemerge import api
-
     result = api.verify(model)
     if json:
         show_json(asdict(result))
@@ -72,41 +62,30 @@ def _verify(model: str, json: bool) -> None:
         out.print(f"{counted(len(result.same), 'file')} as written, by size and CRC-32")
 
 
-class What(StrEnum):
-    methods = "methods"
-    wrappers = "wrappers"
-    architectures = "architectures"
+What = Literal["methods", "wrappers", "architectures"]
 
 
+@verb(LS_EXAMPLES)
 def ls(what: Annotated[What, typer.Argument(help="What to list.")], json: Json = False) -> None:
     """List the merge methods, the wrappers around them, or the model families."""
-    from moemerge import api
-
-    listings = {
-        What.methods: api.list_methods,
-        What.wrappers: api.list_wrappers,
-        What.architectures: api.list_architectures,
+    shown = {
+        "methods": (api.list_methods, render.methods_table),
+        "wrappers": (api.list_wrappers, render.wrappers_table),
+        "architectures": (api.list_architectures, render.families_table),
     }
-    entries = listings[what]()
+    listing, table = shown[what]
+    entries = listing()
     if json:
         show_json(entries)
         return
-    from moemerge.cli import render
-
-    tables = {
-        What.methods: render.methods_table,
-        What.wrappers: render.wrappers_table,
-        What.architectures: render.families_table,
-    }
-    out.print(tables[what](entries))
+    out.print(table(entries))
 
 
+@verb(SCHEMA_EXAMPLES)
 def schema() -> None:
     """Print a JSON schema of config files, from which editors complete keys and mark mistakes.
 
     In VS Code (with its YAML extension) and others, a config's first line names it:
     `# yaml-language-server: $schema=moemerge.schema.json`
     """
-    from moemerge import api
-
     show_json(api.config_schema())

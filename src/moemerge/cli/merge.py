@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from moemerge.cli.console import interruptible
-from moemerge.cli.flags import Config, Out, Reporting, add_verb, given
-from moemerge.cli.repairs import Samples, remaining_work, repair_table, show_samples
+from moemerge import api
+from moemerge.cli.console import interruptible, remaining_work
+from moemerge.cli.flags import Config, Out, Reporting, given, verb
+from moemerge.cli.render import Samples, merge_report, repair_table, show_samples
 from moemerge.config.fields import Strict
 from moemerge.config.schema import REPAIRS
 from moemerge.config.settings import MergeSettings, OutputSettings, PlanSettings
@@ -32,12 +33,7 @@ RUN_EXAMPLES = """
 """
 
 
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, merge, MERGE_EXAMPLES, several=True)
-    add_verb(app, validate, VALIDATE_EXAMPLES)
-    add_verb(app, run, RUN_EXAMPLES, settings={r.key: r.settings for r in REPAIRS})
-
-
+@verb(MERGE_EXAMPLES, several=True)
 def merge(
     config: Config,
     out_folder: Out,
@@ -47,9 +43,6 @@ def merge(
     sample: Samples = None,
 ) -> None:
     """Merge models as CONFIG states (a mergekit YAML is a valid config) into the folder OUT."""
-    from moemerge import api
-    from moemerge.cli.render import merge_report
-
     if dry_run:
         report = api.validate(config, out_folder, settings=settings)
     else:
@@ -62,16 +55,15 @@ def merge(
         show_samples(sample, out_folder, models, settings.device, reporting)
 
 
+@verb(VALIDATE_EXAMPLES)
 def validate(config: Config, settings: PlanSettings, reporting: Reporting) -> None:
     """Check a config and its models without reading a tensor, and estimate memory and disk."""
-    from moemerge import api
-    from moemerge.cli.render import merge_report
-
     report = api.validate(config, **given(settings))
     table = merge_report(report, verbose=reporting.verbose)
     reporting.show(report.to_json(), table, notices=report.notices)
 
 
+@verb(RUN_EXAMPLES, settings={repair.key: repair.settings for repair in REPAIRS})
 def run(
     config: Config,
     out_folder: Out,
@@ -86,9 +78,6 @@ def run(
 
     Flags of a repair override its block.
     """
-    from moemerge import api
-    from moemerge.cli.render import merge_report
-
     with interruptible(remaining_work(out_folder)), reporting.progress() as bar:
         done = api.run(
             config,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import typer
+from rich.console import Group
+from rich.table import Table
 
-from moemerge.cli.console import interruptible
-from moemerge.cli.flags import ModelArgument, Out, Reporting, Texts, add_verb, given
-from moemerge.cli.repairs import Samples, remaining_work, repair_table, show_samples
+from moemerge import api
+from moemerge.cli.console import interruptible, remaining_work
+from moemerge.cli.flags import ModelArgument, Out, Reporting, Texts, given, verb
+from moemerge.cli.render import Samples, repair_table, show_samples
 from moemerge.config.settings import OutputSettings
 from moemerge.pruning.settings import PruneSettings
 
@@ -24,10 +26,7 @@ EXAMPLES = """
 """
 
 
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, prune, EXAMPLES)
-
-
+@verb(EXAMPLES)
 def prune(
     model: ModelArgument,
     out_folder: Out,
@@ -41,25 +40,19 @@ def prune(
 
     With --repair, the pruned model is then fitted to MODEL on the same text.
     """
-    from moemerge import api
-
     with interruptible(remaining_work(out_folder)), reporting.progress() as bar:
         report = api.prune(
             model, out_folder, data=data, settings=settings, progress=bar, **given(output)
         )
-    tables = [table(report.pruning, verbose=reporting.verbose)]
+    tables = [_table(report.pruning)]
     if report.repair is not None:
         tables.append(repair_table(report.repair, verbose=reporting.verbose))
-    from rich.console import Group
-
     reporting.show(report.to_json(), Group(*tables), page=output.report)
     show_samples(sample, out_folder, {"MODEL": model}, settings.device, reporting)
 
 
-def table(report: PruneReport, *, verbose: bool) -> Any:
+def _table(report: PruneReport) -> Table:
     """Return the kept experts of each layer, and what the others had contributed."""
-    from rich.table import Table
-
     rows = Table(
         title=f"{report.experts_after} of {report.experts_before} experts kept, by "
         f"{report.settings['score']} on {sum(report.tokens.values())} tokens",

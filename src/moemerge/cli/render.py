@@ -1,10 +1,12 @@
-"""Tables for the terminal: text may wrap, numbers are never truncated."""
+"""What commands print: tables whose numbers are never truncated, and samples of models."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
@@ -12,12 +14,17 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from moemerge import api
 from moemerge.checkpoint.tensors import format_size
-from moemerge.cli.console import UNLIMITED
+from moemerge.cli.console import STDOUT, UNLIMITED, out
+from moemerge.cli.flags import ADVANCED, Reporting
+from moemerge.errors import UsageError
+from moemerge.runtime import ranks
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
     from moemerge.architectures.describe import Description
+    from moemerge.lockstep.report import RepairReport
     from moemerge.merging.report import MergeReport
 
 SHOWN_NAMES = 3  # names per reason without --verbose
@@ -303,3 +310,52 @@ def families_table(families: list[dict[str, Any]]) -> RenderableType:
         served = f["calibration"] + (f": {f['why']}" if f["why"] else "")
         table.add_row(f["family"], escape(served), ", ".join(f["also"]))
     return table
+
+
+def repair_table(report: RepairReport, *, verbose: bool) -> Any:
+    """Return the report of a repair as a table."""
+    from moemerge.cli import routing_table
+
+    return getattr(routing_table, f"{report.repair.verb}_report")(report, verbose=verbose)
+
+
+BUILT_IN = ["The capital of France is", "2 + 2 ="]  # with -v and without --sample
+
+
+def _not_empty(prompts: list[str] | None) -> list[str] | None:
+    """Refuse an empty prompt before the work starts."""
+    if prompts and not all(prompt.strip() for prompt in prompts):
+        raise UsageError("--sample: the prompt is empty", hint="write some text after it")
+    return prompts
+
+
+Samples = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sample",
+        metavar="PROMPT",
+        callback=_not_empty,
+        help="Finally print a short completion by each model (-v: of two built-in prompts). "
+        "Repeat it.",
+        rich_help_panel=ADVANCED,
+    ),
+]
+
+
+def show_samples(
+    prompts: list[str] | None,
+    result: Path,
+    others: Mapping[str, str],
+    device: str,
+    reporting: Reporting,
+) -> None:
+    """Print a short greedy completion of each prompt by the result and each other model."""
+    prompts = prompts or (BUILT_IN if reporting.verbose else None)
+    if not prompts or reporting.quiet or reporting.json == STDOUT or not ranks.leads():
+        return
+    with reporting.progress() as bar:
+        models = {"OUT": str(result), **others}
+        made = api.sample(models, prompts, device=device, progress=bar)
+    for name, texts in made.items():
+        for prompt, text in zip(prompts, texts, strict=False):
+            out.print(f"{name}: {prompt!r} -> {text!r}", markup=False, soft_wrap=True)

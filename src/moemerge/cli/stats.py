@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
-from moemerge.cli.flags import ModelArgument, Reporting, add_verb
+from moemerge import api
+from moemerge.checkpoint import format_size
+from moemerge.cli.flags import ModelArgument, Reporting, verb
 from moemerge.collecting.settings import CollectingSettings
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from moemerge.collecting.run import CollectReport
 
 EXAMPLES = """
@@ -24,10 +25,7 @@ EXAMPLES = """
 SHOWN = 5  # unvisited experts listed without --verbose
 
 
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, stats, EXAMPLES, several=True)
-
-
+@verb(EXAMPLES, several=True)
 def stats(
     model: ModelArgument,
     out_file: Annotated[
@@ -46,8 +44,6 @@ def stats(
 
     Every later merge of that model can use the file, whatever its layout.
     """
-    from moemerge import api
-
     with reporting.progress() as bar:
         report = api.collect_statistics(
             model,
@@ -62,10 +58,6 @@ def stats(
 
 
 def _summary(report: CollectReport, *, verbose: bool) -> Text:
-    from rich.text import Text
-
-    from moemerge.checkpoint import format_size
-
     source = report.provenance
     lines = [
         f"{report.kind} statistics of {source.model}: {counted(report.units, 'unit')}, "

@@ -11,12 +11,12 @@ from rich.console import Group
 from rich.text import Text
 
 from moemerge.cli.console import interruptible
-from moemerge.cli.flags import Reporting, add_verb
+from moemerge.cli.flags import Reporting, verb
+from moemerge.cli.render import NumberTable
 from moemerge.errors import NumericalError
 from moemerge.experiments.settings import StudySettings
 
 if TYPE_CHECKING:
-    from moemerge.cli.render import NumberTable
     from moemerge.experiments.cells import Failure
     from moemerge.experiments.estimate import StudyEstimate
     from moemerge.experiments.study import StudyReport
@@ -30,10 +30,7 @@ EXAMPLES = """
 """
 
 
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, study, EXAMPLES)
-
-
+@verb(EXAMPLES)
 def study(
     file: Annotated[Path, typer.Argument(metavar="STUDY", help="A study (YAML).")],
     out_folder: Annotated[
@@ -71,7 +68,6 @@ def study(
 
 
 def _expected(expected: StudyEstimate) -> list[Text | NumberTable]:
-    from moemerge.cli.render import NumberTable
     from moemerge.experiments.estimate import shown_bytes
 
     def count(number: int | None) -> str:
@@ -127,8 +123,6 @@ def _shown_tables(report: StudyReport, legend: str) -> Group:
 
 
 def _drawn(text: TextTable) -> NumberTable:
-    from moemerge.cli.render import NumberTable
-
     table = NumberTable(text.headings, keys=text.left, words=range(text.left))
     group = None
     for row in text.rows:

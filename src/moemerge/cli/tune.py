@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
+from moemerge import api
 from moemerge.cli.console import interruptible, waiting
-from moemerge.cli.flags import ModelArgument, Out, Reporting, add_verb, given
+from moemerge.cli.flags import ModelArgument, Out, Reporting, given, verb
+from moemerge.cli.render import facts
 from moemerge.runtime.journals import saved_path
 from moemerge.runtime.progress import counted
 from moemerge.tuning.settings import TuningOutputSettings, TuningSettings
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from moemerge.tuning.output import TuningReport
 
 EXAMPLES = """
@@ -33,10 +34,7 @@ Files = Annotated[
 ]
 
 
-def add_to(app: typer.Typer) -> None:
-    add_verb(app, tune, EXAMPLES, several=True)
-
-
+@verb(EXAMPLES, several=True)
 def tune(
     model: ModelArgument,
     out_folder: Out,
@@ -47,24 +45,14 @@ def tune(
     reporting: Reporting,
 ) -> None:
     """Fine-tune MODEL on the answers of rows, by trl, and write it to OUT in its own layout."""
-    from moemerge import api
-
-    left = waiting(saved_path(out_folder))
-    with interruptible(left), reporting.progress() as bar:
+    with interruptible(waiting(saved_path(out_folder))), reporting.progress() as bar:
         report = api.tune(
-            model,
-            out_folder,
-            data=data,
-            settings=settings,
-            progress=bar,
-            **given(output),
+            model, out_folder, data=data, settings=settings, progress=bar, **given(output)
         )
     reporting.show(report.to_json(), _summary(report), notices=report.notices)
 
 
-def _summary(report: TuningReport) -> RenderableType:
-    from moemerge.cli.render import facts
-
+def _summary(report: TuningReport) -> Table:
     settings = report.settings
     what = settings["only"] or "all weights"
     if settings["lora"] is not None:
