@@ -64,13 +64,17 @@ def sample_document(
         ],
         "sources": {name: {"label": f"org/olmoe-{name}"} for name in names},
         "domains": {
-            name: {"tokens": 60_000, "rows": 600, "files": [f"data/{name}.jsonl"]} for name in names
+            name: {"tokens": 60_000, "rows": 600, "files": [f"data/{name}.jsonl"]}
+            | {"reference": "source"}
+            for name in names
         },
         "figures": figure_words(),
         "layers": rows,
         "totals": totals,
         "swaps": _swaps(first) if swaps else [],
         "calibration": _calibration(rng, rows, models, names, layers) if calibration else None,
+        **dict.fromkeys(("calibration_of", "refit", "refit_of")),
+        "check": [],
         "verdict": {
             "words": "The routing is close to its sources: calibration removed most of the damage "
             "that the merge had done, and what is left sits in the last layers.",

@@ -65,8 +65,7 @@ class FigureWords:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        known = {f.name: data[f.name] for f in fields(FigureWords) if f.name in data}
-        return cls(**{**known, "quantity": Quantity(data["quantity"])})
+        return cls(**{**data, "quantity": Quantity(data["quantity"])})
 
 
 # --- numbers ------------------------------------------------------------------------------------

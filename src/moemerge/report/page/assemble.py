@@ -11,7 +11,6 @@ from typing import Any
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
-from moemerge.errors import DataError
 from moemerge.report.files import compressed
 from moemerge.report.frame import render_in_frame
 from moemerge.report.page.checks import checks, solver
@@ -19,29 +18,23 @@ from moemerge.report.page.experts import flows, loads
 from moemerge.report.page.layers import DRIFT, KL, MISMATCH, panels, refit_charts, swaps
 from moemerge.report.page.plots import Group, Reading, lines_of
 from moemerge.report.words import NONE, Quantity, number, short, with_error
+from moemerge.runtime.progress import counted
 
 TITLE = 60
-# Optional parts of a document.
-OPTIONAL = (
-    "advice", "check", "command", "created", "device", "domains", "dtype", "notices", "version",
-)  # fmt: skip
 
 
 def render_diagnosis(document: Mapping[str, Any]) -> str:
     reading = Reading(document)
-    if not reading.layers or not reading.models:
-        raise DataError("the diagnosis has no layers, so there is nothing to show on a page")
     groups = _groups(reading)
     charts = [chart.payload() for own in groups.values() for g in own for chart in g.charts]
     present = {key for row in reading.layers for key in row}
     first = reading.rows(reading.models[0], reading.domains[0])
-    settings = document.get("settings") or {}
     return render_in_frame(
         __package__,
         "page",
         title=f"{short(reading.names[reading.models[0]], TITLE)} · routing diagnosis",
         top="summary",
-        version=document.get("version") or "",
+        version=document["version"],
         filters={
             "flags": _flags,
             "capital": _capital,
@@ -52,11 +45,11 @@ def render_diagnosis(document: Mapping[str, Any]) -> str:
         library=_library(),
         charts=compressed(_json(charts)),
         groups=groups,
-        document={**dict.fromkeys(OPTIONAL), **document},
+        document=document,
         reading=reading,
         several=len(reading.models) > 1,
         lines=lines_of(reading),
-        verdict=document.get("verdict") or {},
+        verdict=document["verdict"],
         theory=_theory(reading),
         headline=_headline(reading),
         summary=[figure for figure in reading.figures.values() if figure.summary],
@@ -67,8 +60,7 @@ def render_diagnosis(document: Mapping[str, Any]) -> str:
             if figure.name in present and figure.quantity is not Quantity.DATA
         ],
         repeated=len({row["layer"] for row in first}) < len(first),
-        model=document.get("model") or {},
-        settings=[f"{name} {value}" for name, value in settings.items() if value is not None],
+        settings=[f"{n} {value}" for n, value in document["settings"].items() if value is not None],
     )
 
 
@@ -120,26 +112,19 @@ def _loss(one: Mapping[str, Any], key: str, error: str) -> str:
 
 def _theory(reading: Reading) -> str:
     """Return the answer of the section's question; with several models, for which one."""
-    answer = str((reading.document.get("verdict") or {}).get("theory") or "")
-    if answer and len(reading.models) > 1:
+    answer = str(reading.document["verdict"]["theory"])
+    if len(reading.models) > 1:
         return f"{reading.names[reading.models[0]]}: {answer[0].lower()}{answer[1:]}"
     return answer
 
 
 def _headline(reading: Reading) -> list[str]:
     """Return the line below the title: the model's architecture and the amount of text."""
-    model = reading.document.get("model") or {}
-    texts = (reading.document.get("domains") or {}).values()
-    tokens = sum(number((text or {}).get("tokens")) or 0.0 for text in texts)
-    parts = [
-        str(model.get("architecture") or ""),
-        _many(model.get("layers"), "layer"),
-        f"top {model['top_k']} of {model['experts']} experts" if model.get("experts") else "",
-        _many(len(reading.domains), "domain"),
-        f"{_count(tokens)} tokens",
+    model, texts = reading.document["model"], reading.document["domains"].values()
+    return [
+        model["architecture"],
+        counted(model["layers"], "layer"),
+        f"top {model['top_k']} of {model['experts']} experts",
+        counted(len(texts), "domain"),
+        counted(sum(text["tokens"] for text in texts), "token"),
     ]
-    return [part for part in parts if part]
-
-
-def _many(value: Any, noun: str) -> str:
-    return "" if value is None else f"{value} {noun}" + ("" if value == 1 else "s")

@@ -72,7 +72,7 @@ def _shifts(reading: Reading) -> Chart:
         yaxis=axis(range=[0, 1], tickformat=".0%", nticks=5),
     )
     first = views[view_key(reading, 0, 0)]
-    return Chart("shift", "Tokens by relative logit shift", first.note, drawn, HEIGHT, views)
+    return Chart("shift", "Tokens by relative logit shift", first.note, drawn, views)
 
 
 def _shift_view(reading: Reading, model: str, domain: str) -> View:
@@ -134,7 +134,7 @@ def _quadratic(reading: Reading) -> Chart:
         xaxis=axis("KL divergence", type="log", range=scale, **log_ticks(scale)),
         yaxis=axis("Quadratic", type="log", range=scale, **log_ticks(scale)),
     )
-    return Chart("quadratic", "Quadratic model against KL", _fit(reading), drawn, HEIGHT)
+    return Chart("quadratic", "Quadratic model against KL", _fit(reading), drawn)
 
 
 def _points(reading: Reading, model: str) -> list[tuple[float, float, str]]:
@@ -169,10 +169,9 @@ POINTS = 160
 
 def solver(reading: Reading) -> Group | None:
     """Return charts of residuals, steps per layer, and KL before and after."""
-    rows = [row for row in reading.calibration.get("layers") or [] if "layer" in row]
+    rows = sorted(reading.calibration.get("layers", ()), key=lambda row: int(row["layer"]))
     if not rows:
         return None
-    rows.sort(key=lambda row: int(row["layer"]))
     rtol = number((reading.calibration.get("settings") or {}).get("rtol"))
     colour = colour_of(reading, reading.calibrated)
     charts = (_residuals(rows, rtol, colour), _steps(rows, colour), _gain(rows, colour))
@@ -211,7 +210,7 @@ def _residuals(rows: Sequence[DiagnosisRow], rtol: float | None, colour: str) ->
         note = f"a line for each layer; the slowest, layer {slowest}, stands out"
     if rtol:
         note += f"; dashed: the tolerance, {plain(rtol, 1)}"
-    return Chart("residuals", "Relative residual", note, drawn, HEIGHT)
+    return Chart("residuals", "Relative residual", note, drawn)
 
 
 def _history(row: DiagnosisRow) -> list[tuple[int, float]]:
@@ -262,7 +261,7 @@ def _steps(rows: Sequence[DiagnosisRow], colour: str) -> Chart:
     note = f"{sum(steps)} in all; every layer converged"
     if failed:
         note = f"{sum(steps)} in all; not converged (orange): layer {', '.join(failed)}"
-    return Chart("steps", "CG steps", note, drawn, HEIGHT)
+    return Chart("steps", "CG steps", note, drawn)
 
 
 def _gain(rows: Sequence[DiagnosisRow], colour: str) -> Chart:
@@ -282,7 +281,7 @@ def _gain(rows: Sequence[DiagnosisRow], colour: str) -> Chart:
     note = (
         f"mean {plain(known_mean(before))} before (grey), {plain(known_mean(after))} after (colour)"
     )
-    return Chart("gain", "KL on the calibration text", note, drawn, HEIGHT)
+    return Chart("gain", "KL on the calibration text", note, drawn)
 
 
 def _mean_of(by_domain: Any) -> float | None:

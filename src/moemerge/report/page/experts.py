@@ -66,7 +66,7 @@ def loads(reading: Reading) -> Group:
             views[view_key(reading, d, m)] = View(note, data)
         drawn = _heat_map(len(layers), experts, role, top, reach)
         first = views[view_key(reading, 0, 0)].note
-        charts.append(Chart(f"load-{role}", title, first, drawn, int(drawn.layout.height), views))
+        charts.append(Chart(f"load-{role}", title, first, drawn, views))
     # All three use the same arrays, which the first contains.
     charts[0] = replace(charts[0], arrays=arrays)
     return Group("load", tuple(charts), choices=choices_of(reading), columns=3)
@@ -122,7 +122,6 @@ def _numbers(layers: Sequence[int]) -> list[str]:
 
 def _heat_map(layers: int, experts: int, role: str, top: float, reach: float) -> Any:
     """Layers run downwards, experts to the right; gaps between tiles if there is space."""
-    height = min(max(HEIGHTS[0], 124 + ROW_HEIGHT * layers), HEIGHTS[1])
     change = role == "change"
     stops = ("lost", "level", "gained") if change else ("heat-0", "heat-1", "heat-2", "heat-3")
     steps = len(stops) - 1
@@ -160,7 +159,7 @@ def _heat_map(layers: int, experts: int, role: str, top: float, reach: float) ->
     )
     return plot(
         [trace],
-        height=height,
+        height=min(max(HEIGHTS[0], 124 + ROW_HEIGHT * layers), HEIGHTS[1]),
         margin={"l": 34, "r": 6, "t": 6, "b": 92},
         xaxis=axis("Expert", showgrid=False, nticks=8, tickformat="d"),
         yaxis=axis(
@@ -199,7 +198,7 @@ def flows(reading: Reading) -> Group:
     choices.append(Choice("Layer", tuple(str(layer) for layer in layers), start[1]))
     first = views[view_key(reading, start[0], 0, start[1])]
     drawn = plot([_sankey()], height=FLOW_HEIGHT, margin={"l": 8, "r": 8, "t": 12, "b": 12})
-    chart = Chart("flow", "Lost by → taken by", first.note, drawn, FLOW_HEIGHT, views)
+    chart = Chart("flow", "Lost by → taken by", first.note, drawn, views)
     return Group("flow", (chart,), choices=tuple(choices))
 
 

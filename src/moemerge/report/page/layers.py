@@ -111,7 +111,7 @@ def _panel(
     note = _note(reading, what, domain)
     unchanged: tuple[dict[str, Any], ...] = tuple({} for _ in traces)
     views = {str(i): View(note, unchanged, layout) for i, layout in enumerate(scales)}
-    return Chart(key, short(domain, TITLE), note, drawn, PANEL_HEIGHT, views)
+    return Chart(key, short(domain, TITLE), note, drawn, views)
 
 
 def _note(reading: Reading, what: Panel, domain: str) -> str:
@@ -166,10 +166,8 @@ def _by_pair(reading: Reading) -> dict[Pair, dict[str, DiagnosisRow]]:
     """Return swaps by combination and domain; the unchanged model comes from the totals."""
     if not reading.swaps:
         return {}
-    as_it_is = {d: reading.total(reading.models[0], d) for d in reading.domains}
-    by_pair: dict[Pair, dict[str, DiagnosisRow]] = {
-        (True, True): {d: r for d, r in as_it_is.items() if r}
-    }
+    unchanged = {d: reading.total(reading.models[0], d) for d in reading.domains}
+    by_pair: dict[Pair, dict[str, DiagnosisRow]] = {(True, True): unchanged}
     for row in reading.swaps:
         pair = (row["weights_of"] == MODEL, row["routers_of"] == MODEL)
         by_pair.setdefault(pair, {}).setdefault(str(row["domain"]), row)
@@ -212,7 +210,7 @@ def _swap_chart(
             zerolinecolor="var(--line-strong)",
         ),
     )
-    return Chart(f"swap-{key}", title, _swap_note(key, bars), drawn, SWAP_HEIGHT)
+    return Chart(f"swap-{key}", title, _swap_note(key, bars), drawn)
 
 
 def _bars(reading: Reading, pair: Pair, heights: list[float | None], shown: str) -> Any:
@@ -271,7 +269,7 @@ ON = {"calibration": "Error left, calibration rows", "held_out": "Error left, ro
 
 def refit_charts(reading: Reading) -> tuple[Group, ...]:
     """Return the charts of a refit; none if no model was refitted."""
-    rows = [row for row in reading.refit.get("layers") or [] if "layer" in row]
+    rows = reading.refit.get("layers", ())
     errors = [chart for on in ON if (chart := _errors(rows, on)) is not None]
     drifts = _drifts(reading, rows)
     groups = [Group("refit-errors", tuple(errors), columns=len(errors))] if errors else []
@@ -282,7 +280,7 @@ def refit_charts(reading: Reading) -> tuple[Group, ...]:
 
 def _errors(rows: Sequence[DiagnosisRow], on: str) -> Chart | None:
     """Kinds of maps run downwards, layers to the right."""
-    shares = [_mapping(_mapping(row.get("error_left")).get(on)) for row in rows]
+    shares = [row.get("error_left", {}).get(on, {}) for row in rows]
     kinds = list(dict.fromkeys(kind for own in shares for kind in own))
     if not kinds:
         return None
@@ -300,16 +298,15 @@ def _errors(rows: Sequence[DiagnosisRow], on: str) -> Chart | None:
         hovertemplate="Layer %{x}, %{y}: %{z:.1%}<extra></extra>",
         colorbar={"thickness": 8, "outlinewidth": 0, "ticks": "", "tickformat": ".0%"},
     )
-    height = max(HEIGHT, 90 + ROW_HEIGHT * len(kinds))
     drawn = plot(
         [trace],
-        height=height,
+        height=max(HEIGHT, 90 + ROW_HEIGHT * len(kinds)),
         xaxis=axis("Layer", type="category", showgrid=False, nticks=12),
         yaxis=axis(type="category", autorange="reversed", showgrid=False, automargin=True),
     )
     known = [value for line in values for value in line if value is not None]
     note = f"mean over the tiles {percent(known_mean(known))}; 100% is the unrepaired merge"
-    return Chart(f"refit-{on}", ON[on], note, drawn, height)
+    return Chart(f"refit-{on}", ON[on], note, drawn)
 
 
 def _drifts(reading: Reading, rows: Sequence[DiagnosisRow]) -> tuple[Chart, ...]:
@@ -323,7 +320,7 @@ def _drifts(reading: Reading, rows: Sequence[DiagnosisRow]) -> tuple[Chart, ...]
     )
     values = {
         name: [
-            [rounded(number(_mapping(row.get(key)).get(name))) for row in known]
+            [rounded(number(row.get(key, {}).get(name))) for row in known]
             for key in ("drift_before", "drift_after")
         ]
         for name in names
@@ -339,14 +336,10 @@ def _drifts(reading: Reading, rows: Sequence[DiagnosisRow]) -> tuple[Chart, ...]
             yaxis=axis(range=[0, top], tickformat="~g", nticks=5),
         )
         note = f"last layer: {_last(pair[0])} before (grey), {_last(pair[1])} refitted"
-        charts.append(Chart(f"refit-drift-{at}", short(name, TITLE), note, drawn, HEIGHT))
+        charts.append(Chart(f"refit-drift-{at}", short(name, TITLE), note, drawn))
     return tuple(charts)
 
 
 def _last(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     return plain(known[-1]) if known else "unknown"
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

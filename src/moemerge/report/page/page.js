@@ -237,7 +237,7 @@
   });
 
   const copy = byId("copy");
-  copy?.addEventListener("click", async () => {
+  copy.addEventListener("click", async () => {
     try {
       await navigator.clipboard.writeText(byId("command").textContent);
       copy.textContent = "Copied";

@@ -13,43 +13,27 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from moemerge.errors import DataError
 from moemerge.report.words import FigureWords, Quantity, display_names, number, short
 
-DIAGNOSIS_KIND = "diagnosis"
 DiagnosisRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A document with its rows indexed. The diagnosed model comes first in `models`."""
+    """A diagnosis' document with its rows indexed. The diagnosed model comes first in `models`."""
 
     document: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        kind = self.document.get("kind")
-        if kind != DIAGNOSIS_KIND:
-            raise DataError(
-                f"a page shows a document of kind {DIAGNOSIS_KIND!r}, this one is of kind {kind!r}",
-                hint="moemerge diagnose MODEL ... --json FILE writes one",
-            )
 
     @cached_property
     def figures(self) -> dict[str, FigureWords]:
         """The names and descriptions of all figures."""
-        try:
-            words = [FigureWords.from_json(figure) for figure in self._list("figures")]
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(
-                f"the document describes its figures in an unknown format: {error}",
-                hint="write it again with this version: moemerge diagnose MODEL ... --json FILE",
-            ) from error
+        words = map(FigureWords.from_json, self.document["figures"])
         return {figure.name: figure for figure in words}
 
     @cached_property
     def labels(self) -> dict[str, str]:
         """The models' full labels (paths, hub ids), by their names in the rows."""
-        return {str(m["name"]): str(m.get("label") or m["name"]) for m in self._list("models")}
+        return {model["name"]: model["label"] for model in self.document["models"]}
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -63,50 +47,46 @@ class Reading:
     @cached_property
     def tags(self) -> dict[str, str]:
         """The models that are marked: as recommended, or as one of two candidates."""
-        verdict = self.document.get("verdict") or {}
-        best = [name for name in verdict.get("recommended") or () if name in self.labels]
-        if len(self.labels) < 2 or not best:
+        best = self.document["verdict"]["recommended"]
+        if len(self.labels) < 2:
             return {}
         if len(best) == 1:
             return {best[0]: "recommended"}
         return {best[0]: "routes best", best[1]: "predicts best"}
 
-    @cached_property
+    @property
     def domains(self) -> list[str]:
-        """The domains that have rows, in the document's order."""
-        seen = {str(row["domain"]) for row in self.layers}
-        known = [str(name) for name in self.document.get("domains") or {}]
-        return [name for name in known if name in seen] + sorted(seen.difference(known))
+        return list(self.document["domains"])
 
     @property
     def layers(self) -> list[DiagnosisRow]:
-        return self._list("layers")
+        return list(self.document["layers"])
 
     @property
     def totals(self) -> list[DiagnosisRow]:
-        return self._list("totals")
+        return list(self.document["totals"])
 
     @property
     def swaps(self) -> list[DiagnosisRow]:
-        return self._list("swaps")
+        return list(self.document["swaps"])
 
     @property
     def calibration(self) -> DiagnosisRow:
-        return self.document.get("calibration") or {}
+        return self.document["calibration"] or {}
 
     @property
     def calibrated(self) -> str:
         """The model that the calibration report belongs to."""
-        return str(self.document.get("calibration_of") or self.models[0])
+        return str(self.document["calibration_of"] or self.models[0])
 
     @property
     def refit(self) -> DiagnosisRow:
-        return self.document.get("refit") or {}
+        return self.document["refit"] or {}
 
     @property
     def refitted(self) -> str:
         """The model that the refit report belongs to."""
-        return str(self.document.get("refit_of") or self.models[0])
+        return str(self.document["refit_of"] or self.models[0])
 
     @cached_property
     def _by_pair(self) -> dict[tuple[str, str], list[DiagnosisRow]]:
@@ -122,28 +102,21 @@ class Reading:
         return self._by_pair.get((model, domain), [])
 
     def total(self, model: str, domain: str) -> DiagnosisRow:
-        for row in self.totals:
-            if row["model"] == model and row["domain"] == domain:
-                return row
-        return {}
+        rows = (r for r in self.totals if r["model"] == model and r["domain"] == domain)
+        return next(rows)
 
     def source_label(self, domain: str) -> str:
-        source = (self.document.get("sources") or {}).get(domain) or {}
-        return str(source.get("label") or domain)
+        return str(self.document["sources"][domain]["label"])
 
     def reference(self, domain: str) -> str:
         """Return a domain's reference: its source, or the base."""
-        text = (self.document.get("domains") or {}).get(domain) or {}
-        return "Base" if text.get("reference") == "base" else "Source"
+        return str(self.document["domains"][domain]["reference"]).capitalize()
 
     @cached_property
     def worst(self) -> DiagnosisRow:
         """Return the row of the diagnosed model with the highest mismatch."""
         own = [row for row in self.layers if row["model"] == self.models[0]]
-        return max(own or self.layers, key=lambda row: number(row.get("mismatch")) or 0.0)
-
-    def _list(self, key: str) -> list[Any]:
-        return list(self.document.get(key) or [])
+        return max(own, key=lambda row: number(row.get("mismatch")) or 0.0)
 
 
 def series(rows: Iterable[DiagnosisRow], key: str) -> list[float | None]:
@@ -197,9 +170,12 @@ class Chart:
     title: str
     note: str
     plot: Any
-    height: int = 230
     views: Mapping[str, View] = field(default_factory=dict)
     arrays: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def height(self) -> int:
+        return int(self.plot.layout.height)
 
     def payload(self) -> dict[str, Any]:
         """Return plain data for the page's script."""
