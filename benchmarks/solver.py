@@ -36,7 +36,7 @@ from moemerge.linalg.cg import COARSE_STEPS
 from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, measure_routers
 from moemerge.routing.curvature import RouterCurvature
 from moemerge.routing.preconditioners import build
-from moemerge.routing.products import PlainFeatures, Precision
+from moemerge.routing.products import Features, Precision
 from moemerge.routing.solve import build_operator, solve_system
 
 ALPHA = 0.9
@@ -256,7 +256,7 @@ class PlainOperator:
         out = self.operator.damping * self.operator.sum_diagonal * v
         for domain in self.operator.curvatures:
             for features, weights in domain.chunks():
-                plain = PlainFeatures(features.x, features.columns)
+                plain = Features(features.x, features.columns)
                 factor = self.operator.dense / domain.tokens
                 plain.add_curvature(out, weights, v, self.precision, factor)
         return out

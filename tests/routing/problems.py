@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.rules import Gate, Score
+from moemerge.linalg.cg import LinearOperator
 from moemerge.routing.curvature import (
     Curvature,
     DomainCurvature,
@@ -133,6 +134,12 @@ def dense_system(
     assert isinstance(a, Tensor)
     assert isinstance(b, Tensor)
     return a, b
+
+
+def as_matrix(operator: LinearOperator) -> Tensor:
+    """The dense matrix of an operator, row-major in (K, d)."""
+    basis = torch.eye(operator.shape[0] * operator.shape[1], dtype=torch.float64)
+    return torch.stack([operator.mv(e.reshape(operator.shape)).reshape(-1) for e in basis], dim=1)
 
 
 def operator_of(

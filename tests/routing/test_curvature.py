@@ -5,7 +5,7 @@ import torch
 
 from moemerge.architectures.rules import Gate, Score
 from moemerge.errors import DataError, NumericalError
-from moemerge.linalg import Ending, cg
+from moemerge.linalg.cg import Ending, cg
 from moemerge.routing import products as module
 from moemerge.routing.curvature import (
     Curvature,
@@ -15,6 +15,7 @@ from moemerge.routing.curvature import (
 )
 from routing.problems import (
     GATES,
+    as_matrix,
     autograd_hessian,
     dense_system,
     make_domains,
@@ -50,7 +51,7 @@ def test_operator_equals_its_dense_twin(count, curvature, dense, diagonal):
     domains = make_domains(count, tokens=20)
     operator = operator_of(domains, curvature=curvature, dense=dense, diagonal=diagonal)
     a, b = dense_system(SOFTMAX, domains, curvature, dense, diagonal)
-    matrix = operator.as_matrix()
+    matrix = as_matrix(operator)
     torch.testing.assert_close(matrix, a, rtol=1e-10, atol=1e-13)
     torch.testing.assert_close(operator.diagonal().reshape(-1), a.diagonal())
     torch.testing.assert_close(operator.rhs().reshape(-1), b, rtol=1e-10, atol=1e-13)
@@ -66,7 +67,7 @@ def test_every_gate_with_bias_columns_and_source_targets(gate, bias, source_targ
     assert domains[0].has_bias is bias
     operator = operator_of(domains, gate)
     a, b = dense_system(gate, domains, Curvature.FULL, 0.9, 0.1)
-    torch.testing.assert_close(operator.as_matrix(), a, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(as_matrix(operator), a, rtol=1e-8, atol=1e-12)
     torch.testing.assert_close(operator.rhs().reshape(-1), b, rtol=1e-8, atol=1e-12)
     solved = cg(operator, operator.rhs(), ending=Ending(rtol=1e-12)).solution.reshape(-1)
     torch.testing.assert_close(solved, torch.linalg.solve(a, b), rtol=1e-6, atol=1e-8)
@@ -116,7 +117,7 @@ def test_each_domain_counts_the_same_whatever_its_size():
     doubled = replace(large, features=list(large.features) * 5)
     one = operator_of([small, large])
     other = operator_of([small, doubled])
-    torch.testing.assert_close(one.as_matrix(), other.as_matrix())
+    torch.testing.assert_close(as_matrix(one), as_matrix(other))
     torch.testing.assert_close(one.rhs(), other.rhs())
 
 
@@ -152,7 +153,7 @@ def test_newton_statistics_are_gradient_and_hessian_of_the_mean_divergence():
         assert one.kl == pytest.approx(float(objective(at.reshape(-1))))
         hessian = torch.func.hessian(objective)(at.reshape(-1))
         operator = RouterCurvature([one], dense=1.0, diagonal=0.0)
-        torch.testing.assert_close(operator.as_matrix(), hessian)
+        torch.testing.assert_close(as_matrix(operator), hessian)
 
 
 def test_mean_hessian_and_gram():

@@ -5,7 +5,7 @@ import torch
 
 from moemerge.architectures.rules import Gate, Score
 from moemerge.errors import UsageError
-from moemerge.linalg import Status
+from moemerge.linalg.cg import Status
 from moemerge.routing import (
     DomainFeatures,
     ExactSettings,

@@ -134,8 +134,8 @@ def test_models_that_choose_unlike_numbers_of_experts():
 def test_the_overlap_is_the_weight_that_both_give_an_expert():
     gate = Gate(Score.SOFTMAX, top_k=2, selection_bias=BiasPlace.LOGITS)
     z = torch.tensor([[2.0, 1.0, 0.0]])
-    source = RouterOutput.of(gate, z, torch.zeros(3))  # experts 0 and 1
-    model = RouterOutput.of(gate, z, torch.tensor([0.0, -5.0, 0.0]))  # experts 0 and 2
+    source = RouterOutput(gate, z, torch.zeros(3))  # experts 0 and 1
+    model = RouterOutput(gate, z, torch.tensor([0.0, -5.0, 0.0]))  # experts 0 and 2
     w = torch.softmax(torch.tensor([2.0, 1.0]), -1)[0]
     v = torch.softmax(torch.tensor([2.0, 0.0]), -1)[0]
     overlap = weighted_overlap(Tokens(source, model, source))
@@ -210,9 +210,9 @@ def test_a_total_is_the_mean_over_routers_or_the_sum_or_what_was_measured():
 
 
 def agreement_of(gate, target, model):
-    wanted = RouterOutput.of(gate, target)
+    wanted = RouterOutput(gate, target)
     return measured(
-        Tokens(wanted, RouterOutput.of(gate, model), moved=wanted), names=CALIBRATION_FIGURES
+        Tokens(wanted, RouterOutput(gate, model), moved=wanted), names=CALIBRATION_FIGURES
     )
 
 

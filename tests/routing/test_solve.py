@@ -5,7 +5,7 @@ import torch
 
 from calibration.dense import algorithm_one
 from moemerge.errors import DataError, UsageError
-from moemerge.linalg import Status
+from moemerge.linalg.cg import Status
 from moemerge.routing import (
     Curvature,
     DomainFeatures,

@@ -29,8 +29,8 @@ from moemerge.lockstep.models import (
 from moemerge.lockstep.request import RepairRequest, request_key
 from moemerge.lockstep.streams import Need, Side
 from moemerge.routing import Preconditioner
-from moemerge.routing.curvature import rows_at_once
 from moemerge.routing.preconditioners import matrix_bytes
+from moemerge.routing.products import rows_at_once
 from moemerge.text.domains import Domain
 
 # With fewer tokens of a domain per feature, routers overfit: 64 tokens can be fitted exactly by any

@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -334,10 +335,6 @@ class LinearOperator(ABC):
     def mv(self, vector: Tensor) -> Tensor:
         """Apply the operator to a (K, d) tensor."""
 
-    @abstractmethod
-    def diagonal(self) -> Tensor:
-        """Return the operator's diagonal as a (K, d) tensor."""
-
     def representable(self, vector: Tensor) -> Tensor:
         """Round `vector` to the input precision of `mv`.
 
@@ -345,22 +342,12 @@ class LinearOperator(ABC):
         """
         return vector
 
-    def as_matrix(self) -> Tensor:
-        """Return the dense (K·d, K·d) matrix, row-major in (K, d), for tests and tiny problems."""
-        size = self.shape[0] * self.shape[1]
-        basis = torch.eye(size, dtype=torch.float64, device=self.device)
-        columns = [self.mv(unit.reshape(self.shape)).reshape(-1) for unit in basis]
-        return torch.stack(columns, dim=1).double()
-
 
 class Identity(LinearOperator):
     """The identity; as a preconditioner, none."""
 
     def mv(self, vector: Tensor) -> Tensor:
         return vector.double()
-
-    def diagonal(self) -> Tensor:
-        return torch.ones(self.shape, dtype=torch.float64, device=self.device)
 
 
 class Diagonal(LinearOperator):
@@ -374,9 +361,6 @@ class Diagonal(LinearOperator):
     def mv(self, vector: Tensor) -> Tensor:
         return self.values * vector
 
-    def diagonal(self) -> Tensor:
-        return self.values
-
     def inverse(self) -> Diagonal:
         """Return the inverse; entries that are not positive become 1."""
         positive = self.values > 0
@@ -384,7 +368,7 @@ class Diagonal(LinearOperator):
         return Diagonal(1.0 / safe)
 
 
-class Deflation(ABC):
+class Deflation(Protocol):
     """A subspace Z on which a system is solved exactly, with A_Z⁻¹ = (ZᵀAZ)⁻¹.
 
     For any y (a preconditioned residual), s = y + Z A_Z⁻¹ Zᵀ (r − A y) leaves no residual in the
@@ -393,27 +377,7 @@ class Deflation(ABC):
     them, so the number of steps never increases.
     """
 
-    @abstractmethod
-    def restrict(self, vector: Tensor) -> Tensor:
-        """Return Zᵀ v, in the shape of the subspace's coordinates."""
-
-    @abstractmethod
-    def prolong(self, coordinates: Tensor) -> Tensor:
-        """Return Z c, (K, d) float64."""
-
-    @abstractmethod
-    def solve(self, coordinates: Tensor) -> Tensor:
-        """Return (ZᵀAZ)⁻¹ c."""
-
     def corrected(
         self, operator: LinearOperator, y: Tensor | None, r: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return s = y + Z (ZᵀAZ)⁻¹ Zᵀ (r − A y) and A s; y is `representable`, or None for zero.
-
-        This definition needs two products. Subclasses that know the operator need one.
-        """
-        rest = r if y is None else r - operator.mv(y)
-        s = self.prolong(self.solve(self.restrict(rest)))
-        if y is not None:
-            s = y + s
-        return s, operator.mv(s)
+        """Return s and A s; y is `representable`, or None for zero."""

@@ -39,24 +39,9 @@ from moemerge.routing.products import (
     chunks_of,
     coalesced,
     features_of,
-    logits_of,
     rows_at_once,
     working_dtype,
 )
-
-__all__ = [
-    "Curvature",
-    "DomainCurvature",
-    "DomainFeatures",
-    "RouterCurvature",
-    "TokenWeights",
-    "chunks_of",
-    "logits_of",
-    "rows_at_once",
-    "token_weights",
-    "working_dtype",
-]
-
 
 # Steps of a solver between two synchronisations with a GPU.
 GPU_CHECK_EVERY = 4
@@ -125,8 +110,8 @@ class DomainCurvature:
         for x, weights in self.parts:
             rows = rows_at_once(x.device)
             for begin in range(0, x.shape[0], rows):
-                end = begin + rows
-                yield self._features(x[begin:end]), weights.rows(begin, end)
+                chunk = slice(begin, begin + rows)
+                yield self._features(x[chunk]), weights.at(chunk)
 
     def add_product(
         self, out: Tensor, vector: Tensor, precision: Precision, *, factor: float = 1.0

@@ -30,7 +30,6 @@ from moemerge.routing.curvature import DomainCurvature, RouterCurvature
 from moemerge.routing.gates import divergence
 from moemerge.routing.preconditioners import (
     NEWTON_STEPS,
-    Attempt,
     BuiltPreconditioner,
     Preconditioner,
     attempts,
@@ -188,9 +187,9 @@ class _Newton:
             here.curvatures, dense=1.0, diagonal=self.damping, floor=DIAGONAL_FLOOR
         )
         result: CGResult | None = None
-        for attempt in self._attempts(operator):
-            built, fresh = attempt.built, attempt.built is not self.kept
-            latest = self._solve(operator, here.descent, attempt, result, enough)
+        for built in self._attempts(operator):
+            fresh = built is not self.kept
+            latest = self._solve(operator, here.descent, built, result, enough)
             result = latest if result is None else result.followed_by(latest)
             if latest.status in (Status.CONVERGED, Status.MAX_STEPS):
                 break
@@ -198,7 +197,8 @@ class _Newton:
         self.inner_steps += result.steps
         if fresh:
             self.patience = latest.steps + steps_to_build(operator, built.kind)
-        self.kept = built if latest.converged and latest.steps <= self.patience else None
+        keep = latest.converged and latest.steps <= self.patience
+        self.kept = replace(built, patience=None) if keep else None
         step = result.solution
         if (
             not float(torch.sum(here.descent * step)) > 0.0
@@ -208,23 +208,22 @@ class _Newton:
             step = step - step.mean(dim=0, keepdim=True)
         return step, result.converged
 
-    def _attempts(self, operator: RouterCurvature) -> Iterator[Attempt]:
+    def _attempts(self, operator: RouterCurvature) -> Iterator[BuiltPreconditioner]:
         """Yield the previous system's preconditioner, and then new ones."""
         if self.kept is not None:
             if self.kept.deflation is not None:  # which must match the operator
                 self.kept.deflation.refresh(operator)
-            yield Attempt(self.kept, None)
+            yield self.kept
         yield from attempts(operator, self.settings.preconditioner, NEWTON_STEPS)
 
     def _solve(
         self,
         operator: RouterCurvature,
         rhs: Tensor,
-        attempt: Attempt,
+        built: BuiltPreconditioner,
         before: CGResult | None,
         enough: float,
     ) -> CGResult:
-        built = attempt.built
         return cg(
             operator,
             rhs,
@@ -236,7 +235,7 @@ class _Newton:
                 FORCING,
                 self.settings.max_inner_steps,
                 operator.check_every,
-                attempt.patience,
+                built.patience,
                 resting=Resting(ENERGY_RTOL, NEGLIGIBLE * enough),
             ),
         )

@@ -58,16 +58,8 @@ class RouterOutput:
     """A router's output for some tokens; quantities that several figures share are cached."""
 
     gate: Gate
-    compute: Callable[[], Tensor]  # the logits: (tokens, K), at least float32
+    logits: Tensor  # (tokens, K), at least float32
     selection_bias: Tensor | None = None  # (K,), changes the selection only
-
-    @classmethod
-    def of(cls, gate: Gate, logits: Tensor, selection_bias: Tensor | None = None) -> RouterOutput:
-        return cls(gate, lambda: logits, selection_bias)
-
-    @cached_property
-    def logits(self) -> Tensor:
-        return self.compute()
 
     @cached_property
     def wide(self) -> Tensor:

@@ -189,19 +189,12 @@ class TokenWeights:
         rank_one = torch.cat([part.rank_one for part in parts if part.rank_one is not None])
         return TokenWeights(diagonal, rank_one)
 
-    def rows(self, begin: int, end: int) -> TokenWeights:
-        """Return the weights of a range of tokens."""
-        diagonal = None if self.diagonal is None else self.diagonal[begin:end]
+    def at(self, tokens: slice) -> TokenWeights:
+        """Return the weights of some of the tokens."""
+        diagonal = None if self.diagonal is None else self.diagonal[tokens]
         if self.rank_one is self.diagonal:
             return TokenWeights(diagonal, diagonal)
-        return TokenWeights(diagonal, None if self.rank_one is None else self.rank_one[begin:end])
-
-    def every(self, stride: int) -> TokenWeights:
-        """Return the weights of every `stride`th token."""
-        diagonal = None if self.diagonal is None else self.diagonal[::stride]
-        if self.rank_one is self.diagonal:
-            return TokenWeights(diagonal, diagonal)
-        return TokenWeights(diagonal, None if self.rank_one is None else self.rank_one[::stride])
+        return TokenWeights(diagonal, None if self.rank_one is None else self.rank_one[tokens])
 
     def apply(self, v: Tensor) -> Tensor:
         """Return H v, (tokens, experts)."""

@@ -26,9 +26,6 @@ class BlockInverse(LinearOperator):
         columns = vector.to(self.inverses.dtype).unsqueeze(-1)  # (K, d, 1)
         return torch.bmm(self.inverses, columns).squeeze(-1).double()
 
-    def diagonal(self) -> Tensor:
-        return self.inverses.diagonal(dim1=1, dim2=2).double()
-
 
 class KroneckerInverse(LinearOperator):
     """D (Q_H ⊗ Q_X) diag(values) (Q_H ⊗ Q_X)ᵀ D with an elementwise scale D."""
@@ -44,10 +41,6 @@ class KroneckerInverse(LinearOperator):
         y = self.experts.T @ (self.scale * vector).to(self.features.dtype) @ self.features
         y = self.experts @ (y * self.values) @ self.features.T
         return self.scale * y
-
-    def diagonal(self) -> Tensor:
-        spread = (self.experts**2) @ self.values @ (self.features**2).T
-        return self.scale * self.scale * spread
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moemerge.kernels.fused import Shift
 from moemerge.kernels.splitting import split
-from moemerge.linalg.cg import Deflation, LinearOperator
+from moemerge.linalg.cg import LinearOperator
 from moemerge.routing.curvature import DomainCurvature, RouterCurvature
 from moemerge.routing.gates import TokenWeights
 from moemerge.routing.inverses import KroneckerFactors, cholesky
@@ -44,7 +44,7 @@ BANDS = 4
 EXPERTS_AT_ONCE = 64
 
 
-class LeadingDirections(Deflation):
+class LeadingDirections:
     """The subspace Z c = c Qᵀ for all experts, and A_Z⁻¹ of one operator."""
 
     def __init__(self, operator: RouterCurvature, directions: Tensor) -> None:
@@ -69,20 +69,16 @@ class LeadingDirections(Deflation):
     def prolong(self, coordinates: Tensor) -> Tensor:
         return coordinates @ self.directions
 
-    def solve(self, coordinates: Tensor) -> Tensor:
-        return self.system.solve(coordinates)
-
     def corrected(
         self, operator: LinearOperator, y: Tensor | None, r: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return s and A s for one product; float64 except for the product itself."""
-        if not isinstance(operator, RouterCurvature):
-            return super().corrected(operator, y, r)
+        assert isinstance(operator, RouterCurvature)
         rest, logits = self.restrict(r), None
         if y is not None:
             logits, product = self._half_product(operator, y)
             rest = rest - product
-        c = self.solve(rest)
+        c = self.system.solve(rest)
         s = self.prolong(c) if y is None else y + self.prolong(c)
         return s, self._other_half(operator, s, logits, c)
 
@@ -176,7 +172,9 @@ def _gram_product(operator: RouterCurvature, rows: Tensor, stride: int) -> Tenso
         for x, weights in domain.parts:
             features = features_of(x[::stride], operator.shape[1])
             along = features.working_logits(rows)
-            own = weights.every(stride).own(along.new_empty(len(along), operator.shape[0]))
+            own = weights.at(slice(None, None, stride)).own(
+                along.new_empty(len(along), operator.shape[0])
+            )
             along *= own.sum(dim=-1, keepdim=True)
             features.add_weighted(out, TokenWeights(None, None), along, None, 1.0 / taken)
     operator.ranks.all_reduce(out)
@@ -279,8 +277,8 @@ def _chunks(
     rows = max(1, CHUNK // (experts * projected[0].shape[1]))
     for (_, weights), along in zip(domain.parts, projected, strict=True):
         for begin in range(0, len(along), rows):
-            end = begin + rows
-            yield weights.rows(begin, end), along[begin:end]
+            chunk = slice(begin, begin + rows)
+            yield weights.at(chunk), along[chunk]
 
 
 def _spread(values: Tensor, along: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class RouterView:
         return logits if self.combine is None else self.combine(logits)
 
     def route(self, features: Tensor) -> RouterOutput:
-        return RouterOutput(self.gate, lambda: self.logits(features), self.selection_bias)
+        return RouterOutput(self.gate, self.logits(features), self.selection_bias)
 
 
 def compare(
@@ -173,8 +173,8 @@ def measure_routers(
     for x, given in chunks_of(domain):
         features = features_of(x, target_router.shape[1])
         wanted = features.working_logits(target_router) if given is None else given
-        target = RouterOutput.of(gate, wanted, target_bias)
+        target = RouterOutput(gate, wanted, target_bias)
         for one, router in zip(sums, routers, strict=True):
             logits = features.working_logits(router)
-            one.add(Tokens(target, RouterOutput.of(gate, logits, bias), moved=target))
+            one.add(Tokens(target, RouterOutput(gate, logits, bias), moved=target))
     return [one.result() for one in sums]

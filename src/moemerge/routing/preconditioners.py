@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -75,12 +75,17 @@ class Preconditioner(StrEnum):
 
 @dataclass(frozen=True)
 class BuiltPreconditioner:
-    """A preconditioner ready for use; `jitter` is what made it definite (0: nothing was needed)."""
+    """A preconditioner ready for use.
+
+    `jitter` is what made it definite (0: nothing was needed). `patience` is when to abandon it for
+    the next one (None: never).
+    """
 
     kind: Preconditioner
     operator: LinearOperator
     deflation: LeadingDirections | None = None
     jitter: float = 0.0
+    patience: Patience | None = None
 
 
 Steps = Mapping[Preconditioner, int]
@@ -115,42 +120,34 @@ PATIENCE = {
 }
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A preconditioner to try, and when to abandon it (None: never)."""
-
-    built: BuiltPreconditioner
-    patience: Patience | None
-
-
 def attempts(
     operator: RouterCurvature, kind: Preconditioner, steps: Steps = SOLVE_STEPS
-) -> Iterator[Attempt]:
+) -> Iterator[BuiltPreconditioner]:
     """Yield preconditioners to try in turn; each is built when it is reached.
 
     Any kind but AUTO is the only one. AUTO ends with those that are never abandoned.
     """
     if kind is not Preconditioner.AUTO:
-        yield Attempt(build(operator, kind), None)
+        yield build(operator, kind)
         return
     first = Preconditioner.JACOBI
     if operator.dense > 0.0:
         first = choose(operator.shape, tokens_of(operator), operator.dtype, steps)
     factors = None
     if first is Preconditioner.BLOCK:
-        yield Attempt(_block(operator), PATIENCE[first])
+        yield replace(_block(operator), patience=PATIENCE[first])
     elif first is Preconditioner.KRONECKER:
         factors = KroneckerFactors.of(operator)
         if float(factors.values_h[:2].max()) > CONFIDENT:
-            yield Attempt(_few_directions(operator, factors), PATIENCE[first])
+            yield replace(_few_directions(operator, factors), patience=PATIENCE[first])
     if first is not Preconditioner.JACOBI:
         two_level = _two_level(operator, factors)
         if factors is not None:
-            yield Attempt(two_level, PATIENCE[Preconditioner.TWO_LEVEL])
+            yield replace(two_level, patience=PATIENCE[Preconditioner.TWO_LEVEL])
         # The same directions with Jacobi for the rest: in exact arithmetic never slower than Jacobi
         # alone, which therefore only follows a breakdown.
-        yield Attempt(_with_jacobi(operator, two_level), None)
-    yield Attempt(_jacobi(operator), None)
+        yield replace(two_level, operator=_jacobi(operator).operator)
+    yield _jacobi(operator)
 
 
 def build(
@@ -158,7 +155,7 @@ def build(
 ) -> BuiltPreconditioner:
     """Build a preconditioner; for AUTO the first one to try."""
     if kind is Preconditioner.AUTO:
-        return next(attempts(operator, kind, steps)).built
+        return next(attempts(operator, kind, steps))
     if kind is Preconditioner.JACOBI:
         return _jacobi(operator)
     if kind is Preconditioner.BLOCK:
@@ -209,11 +206,6 @@ def _few_directions(operator: RouterCurvature, factors: KroneckerFactors) -> Bui
     deflation = LeadingDirections(operator, directions_of(factors, operator, count))
     rest = _kronecker(operator, factors).operator
     return BuiltPreconditioner(Preconditioner.KRONECKER, rest, deflation, deflation.jitter)
-
-
-def _with_jacobi(operator: RouterCurvature, built: BuiltPreconditioner) -> BuiltPreconditioner:
-    rest = _jacobi(operator).operator
-    return BuiltPreconditioner(built.kind, rest, built.deflation, built.jitter)
 
 
 # --- costs --------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ copying the features. They sum in float32 within a few thousand tokens, and in f
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -100,13 +100,6 @@ def working_dtype(features: Tensor) -> torch.dtype:
     return torch.float64 if features.dtype == torch.float64 else torch.float32
 
 
-def augmented(x: Tensor, columns: int) -> Tensor:
-    """Return x, with a column of ones if the router has a bias."""
-    if x.shape[1] == columns:
-        return x
-    return torch.cat([x, x.new_ones(x.shape[0], 1)], dim=1)
-
-
 def logits_of(x: Tensor, router: Tensor) -> Tensor:
     """Return W x (+ b if the router has one more column than x), (tokens, experts)."""
     width = x.shape[1]
@@ -130,8 +123,11 @@ class Precision(Enum):
         return self.value
 
 
-class Features(ABC):
-    """A block of features x, (tokens, d); `columns` is d, or d + 1 with a column of ones."""
+class Features:
+    """A block of features x, (tokens, d), of any dtype; products in plain torch.
+
+    `columns` is d, or d + 1 with a column of ones.
+    """
 
     coarse_is_cheaper = False  # than FAST; where not, it is the same
 
@@ -139,23 +135,31 @@ class Features(ABC):
         self.x = x
         self.columns = columns
 
-    @abstractmethod
+    @cached_property
+    def wide(self) -> Tensor:
+        return self.x.double()
+
+    @property
+    def working(self) -> Tensor:
+        return self.x.to(working_dtype(self.x))
+
     def logits(self, router: Tensor) -> Tensor:
         """Return X Wᵀ to at least float32's accuracy, (tokens, K) float64."""
+        return logits_of(self.wide, router)
 
-    @abstractmethod
     def working_logits(self, router: Tensor) -> Tensor:
         """Return X Wᵀ in the working dtype, (tokens, K)."""
+        return logits_of(self.working, router)
 
-    @abstractmethod
     def outer(self, u: Tensor) -> Tensor:
         """Return Σ u_t x_tᵀ to at least float32's accuracy, (K, columns) float64."""
+        return self._outer(u, self.wide)
 
-    @abstractmethod
     def squares(self, h: Tensor) -> Tensor:
         """Return Σ h_t (x_t²)ᵀ to about float32's accuracy, (K, columns) float64; h >= 0."""
+        narrow = self.working
+        return self._outer(h.to(narrow.dtype), narrow * narrow)
 
-    @abstractmethod
     def add_curvature(
         self, out: Tensor, weights: TokenWeights, v: Tensor, precision: Precision, factor: float
     ) -> None:
@@ -163,82 +167,37 @@ class Features(ABC):
 
         Unless the precision is ACCURATE, V must be `representable`.
         """
-
-    @abstractmethod
-    def solver_logits(self, v: Tensor, precision: Precision) -> Tensor:
-        """Return X Vᵀ of a `representable` V, (tokens, K): the first half of `add_curvature`."""
-
-    @abstractmethod
-    def moment(self, weights: TokenWeights, z: Tensor, projected: Tensor) -> Tensor:
-        """Return Σ (H_t z_t) projected_tᵀ of logits z, (K, J) float64."""
-
-    @abstractmethod
-    def add_weighted(
-        self, out: Tensor, weights: TokenWeights, z: Tensor, shift: Shift | None, factor: float
-    ) -> None:
-        """Add `factor` Σ H_t (z_t + shift_t) x_tᵀ to `out`; z may be overwritten."""
-
-    @abstractmethod
-    def gram(self, weight: Tensor | None) -> Tensor:
-        """Σ t_t x_t x_tᵀ, (columns, columns) in the working dtype: for preconditioners."""
-
-    def representable(self, v: Tensor, precision: Precision) -> Tensor:
-        """Return the nearest vector that `add_curvature` uses without rounding."""
-        return v
-
-
-class PlainFeatures(Features):
-    """Any features, in plain torch."""
-
-    def __init__(self, x: Tensor, columns: int) -> None:
-        super().__init__(x, columns)
-        self._wide: Tensor | None = None
-
-    @property
-    def wide(self) -> Tensor:
-        if self._wide is None:
-            self._wide = self.x.double()
-        return self._wide
-
-    def logits(self, router: Tensor) -> Tensor:
-        return logits_of(self.wide, router)
-
-    def working_logits(self, router: Tensor) -> Tensor:
-        return logits_of(self.x.to(working_dtype(self.x)), router)
-
-    def outer(self, u: Tensor) -> Tensor:
-        return self._outer(u, self.wide)
-
-    def squares(self, h: Tensor) -> Tensor:
-        narrow = self.x.to(working_dtype(self.x))
-        return self._outer(h.to(narrow.dtype), narrow * narrow)
-
-    def add_curvature(
-        self, out: Tensor, weights: TokenWeights, v: Tensor, precision: Precision, factor: float
-    ) -> None:
-        accurate = precision is Precision.ACCURATE
-        x = self.x.to(torch.float64 if accurate else working_dtype(self.x))
+        x = self.x.double() if precision is Precision.ACCURATE else self.working
         out.add_(self._outer(weights.apply(logits_of(x, v)), x), alpha=factor)
 
     def solver_logits(self, v: Tensor, precision: Precision) -> Tensor:
+        """Return X Vᵀ of a `representable` V, (tokens, K): the first half of `add_curvature`."""
         return self.working_logits(v)
 
     def moment(self, weights: TokenWeights, z: Tensor, projected: Tensor) -> Tensor:
+        """Return Σ (H_t z_t) projected_tᵀ of logits z, (K, J) float64."""
         return (weights.apply(z).T @ projected).double()
 
     def add_weighted(
         self, out: Tensor, weights: TokenWeights, z: Tensor, shift: Shift | None, factor: float
     ) -> None:
+        """Add `factor` Σ H_t (z_t + shift_t) x_tᵀ to `out`; z may be overwritten."""
         if shift is not None:
             z.addmm_(shift.projected, shift.coefficients.T.to(z.dtype))
-        x = self.x.to(working_dtype(self.x))
-        out.add_(self._outer(weights.apply(z), x), alpha=factor)
+        out.add_(self._outer(weights.apply(z), self.working), alpha=factor)
 
     def gram(self, weight: Tensor | None) -> Tensor:
-        x = augmented(self.x.to(working_dtype(self.x)), self.columns)
+        """Σ t_t x_t x_tᵀ, (columns, columns) in the working dtype: for preconditioners."""
+        x = self.working
+        if x.shape[1] < self.columns:
+            x = torch.cat([x, x.new_ones(x.shape[0], 1)], dim=1)
         if weight is not None:
             x = x * weight.to(x.dtype).sqrt().unsqueeze(-1)
         return x.T @ x
+
+    def representable(self, v: Tensor, precision: Precision) -> Tensor:
+        """Return the nearest vector that `add_curvature` uses without rounding."""
+        return v
 
     def _outer(self, u: Tensor, x: Tensor) -> Tensor:
         """Return uᵀ [x 1] without building [x 1]."""
@@ -303,7 +262,7 @@ class FusedFeatures(Features):
 
 def features_of(x: Tensor, columns: int) -> Features:
     """Return the features with the fastest products that support them."""
-    return FusedFeatures(x, columns) if fused.usable(x) else PlainFeatures(x, columns)
+    return FusedFeatures(x, columns) if fused.usable(x) else Features(x, columns)
 
 
 def coalesced(

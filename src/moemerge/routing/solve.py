@@ -12,8 +12,10 @@ from torch import Tensor
 from moemerge.architectures.rules import Gate
 from moemerge.errors import DataError, UsageError
 from moemerge.linalg.cg import CGResult, Ending, Status, cg
-from moemerge.routing.curvature import Curvature, DomainCurvature, DomainFeatures, RouterCurvature
+from moemerge.routing.curvature import DomainCurvature, RouterCurvature
+from moemerge.routing.gates import Curvature
 from moemerge.routing.preconditioners import Preconditioner, attempts
+from moemerge.routing.products import DomainFeatures
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +129,7 @@ def solve_system(
         )
     result: CGResult | None = None
     tried: list[Trial] = []
-    for attempt in attempts(operator, settings.preconditioner):
-        built = attempt.built
+    for built in attempts(operator, settings.preconditioner):
         begin = time.perf_counter()
         latest = cg(
             operator,
@@ -138,9 +139,7 @@ def solve_system(
             deflation=built.deflation,
             coarse=operator.coarse(),
             accurate=operator.accurate(),
-            ending=Ending(
-                settings.rtol, settings.max_steps, operator.check_every, attempt.patience
-            ),
+            ending=Ending(settings.rtol, settings.max_steps, operator.check_every, built.patience),
         )
         tried.append(Trial(built.kind, latest.steps, latest.status, built.jitter))
         logger.debug(
