@@ -110,7 +110,7 @@ class Parsers:
         files, _ = open_folder(folder / "code")
         self._shapes = files[0].tensors
         self._journal = folder / ".out.journal"
-        written = Journal.open(folder / "out", KEY)
+        written = Journal(folder / "out", KEY)
         weight = torch.arange(8, dtype=torch.float32).reshape(4, 2)
         written.add(Entry("model.layers.0.mlp.gate.weight", {"gate": weight}, {"kl": 0.1}))
         written.close()
@@ -175,7 +175,7 @@ class Parsers:
 
     def journal_entry(self, data: bytes) -> object:
         (self._journal / "0000.json").write_bytes(data)
-        journal = Journal.open(self.folder / "out", KEY)
+        journal = Journal(self.folder / "out", KEY)
         try:
             return [dict(entry.tensors) for entry in journal.entries]
         finally:
@@ -185,7 +185,7 @@ class Parsers:
         for name, content in self.kept.items():
             (self._journal / name).write_bytes(content)
         (self._journal / "key.json").write_bytes(data)
-        journal = Journal.open(self.folder / "out", KEY)
+        journal = Journal(self.folder / "out", KEY)
         journal.close()
         return journal
 

@@ -16,12 +16,12 @@ def entry(number, bias=False):
 
 
 def test_entries_come_back_as_they_were(tmp_path):
-    journal = Journal.open(tmp_path / "out", {"merged": "m"})
+    journal = Journal(tmp_path / "out", {"merged": "m"})
     assert not journal.folder.exists()
     for number in range(3):
         journal.add(entry(number, bias=number == 1))
     journal.close()
-    again = Journal.open(tmp_path / "out", {"merged": "m"})
+    again = Journal(tmp_path / "out", {"merged": "m"})
     for number, stored in enumerate(again.entries):
         wanted = entry(number, bias=number == 1)
         assert stored.name == wanted.name
@@ -38,7 +38,7 @@ def test_entries_come_back_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed", "json"])
 def test_a_damaged_entry_ends_what_is_finished(damage, tmp_path):
-    journal = Journal.open(tmp_path / "out", {})
+    journal = Journal(tmp_path / "out", {})
     for number in range(3):
         journal.add(entry(number))
     journal.close()
@@ -50,27 +50,27 @@ def test_a_damaged_entry_ends_what_is_finished(damage, tmp_path):
     else:
         data = binary.read_bytes()
         binary.write_bytes(data[:-1] if damage == "cut" else data[:-1] + b"?")
-    again = Journal.open(tmp_path / "out", {})
+    again = Journal(tmp_path / "out", {})
     assert [e.name for e in again.entries] == ["r0"]
     again.add(entry(1))
     again.close()
-    assert len(Journal.open(tmp_path / "out", {}).entries) == 3
+    assert len(Journal(tmp_path / "out", {}).entries) == 3
 
 
 def test_a_journal_in_use_is_left_alone(tmp_path):
-    first = Journal.open(tmp_path / "out", {})
+    first = Journal(tmp_path / "out", {})
     first.add(entry(0))
     for replace in (False, True):
         with pytest.raises(CheckpointError, match="another run is writing"):
-            Journal.open(tmp_path / "out", {}, replace=replace)
+            Journal(tmp_path / "out", {}, replace=replace)
     first.add(entry(1))
     first.close()
-    assert len(Journal.open(tmp_path / "out", {}).entries) == 2
+    assert len(Journal(tmp_path / "out", {}).entries) == 2
 
 
 def test_tensors_are_read_when_they_are_asked_for(tmp_path):
     """A layer of a large model does not stay in memory once it is durable."""
-    journal = Journal.open(tmp_path / "out", {})
+    journal = Journal(tmp_path / "out", {})
     journal.add(entry(0))
     (kept,) = journal.entries
     assert torch.equal(kept.tensors["r0.weight"], entry(0).tensors["r0.weight"])
@@ -81,7 +81,7 @@ def test_tensors_are_read_when_they_are_asked_for(tmp_path):
 
 def test_a_run_killed_before_its_key_was_written_is_started_anew(tmp_path):
     (tmp_path / ".out.journal").mkdir()
-    journal = Journal.open(tmp_path / "out", {})
+    journal = Journal(tmp_path / "out", {})
     assert journal.entries == []
     journal.add(entry(0))
     journal.remove()
@@ -89,7 +89,7 @@ def test_a_run_killed_before_its_key_was_written_is_started_anew(tmp_path):
 
 
 def test_links_inside_a_journal_are_not_followed(tmp_path):
-    journal = Journal.open(tmp_path / "out", {})
+    journal = Journal(tmp_path / "out", {})
     journal.add(entry(0))
     secret = tmp_path / "secret"
     secret.write_text("s")
@@ -103,23 +103,23 @@ def test_links_inside_a_journal_are_not_followed(tmp_path):
 
 
 def test_the_work_of_another_run_is_refused_until_it_is_replaced(tmp_path):
-    journal = Journal.open(tmp_path / "out", {"alpha": 0.9})
+    journal = Journal(tmp_path / "out", {"alpha": 0.9})
     journal.add(entry(0))
     journal.close()
     with pytest.raises(UsageError, match=r"another run\n  alpha: 0\.9 then, 0\.5 now"):
-        Journal.open(tmp_path / "out", {"alpha": 0.5})
-    same = Journal.open(tmp_path / "out", {"alpha": 0.9}, replace=True)
+        Journal(tmp_path / "out", {"alpha": 0.5})
+    same = Journal(tmp_path / "out", {"alpha": 0.9}, replace=True)
     assert len(same.entries) == 1
     same.close()
-    assert Journal.open(tmp_path / "out", {"alpha": 0.5}, replace=True).entries == []
+    assert Journal(tmp_path / "out", {"alpha": 0.5}, replace=True).entries == []
 
 
 def test_a_damaged_key_is_refused_until_it_is_replaced(tmp_path):
-    journal = Journal.open(tmp_path / "out", {})
+    journal = Journal(tmp_path / "out", {})
     journal.add(entry(0))
     journal.close()
     (journal.folder / "key.json").write_text("{")
     with pytest.raises(CheckpointError) as error:
-        Journal.open(tmp_path / "out", {})
+        Journal(tmp_path / "out", {})
     assert "`overwrite=True`" in str(error.value.hint)
-    assert Journal.open(tmp_path / "out", {}, replace=True).entries == []
+    assert Journal(tmp_path / "out", {}, replace=True).entries == []

@@ -214,9 +214,7 @@ class ModelStream:
         self.weights.require_finite(self._root)
         layers = tuple(f"{path}." for path in self.anatomy.layers)
         outside = (name for name in self.names.recipes if not name.startswith(layers))
-        # On a CPU this would take memory in addition to the first layer's.
-        unrun = [name for name in outside if name not in self._root]
-        self.weights.require_finite_on_disk(unrun, background=self.device.type != "cpu")
+        self.weights.require_finite_on_disk(name for name in outside if name not in self._root)
         self.give_back()
         self._read_ahead(0)
         self._hooks.append(take_over_inputs(self.model.get_submodule(self.anatomy.layers[0])))
@@ -240,7 +238,6 @@ class ModelStream:
         if not self._to_the_end and self._layer is not None:
             # Modules after the last stop do not run, so hidden states cannot show their NaN.
             self.weights.require_finite(self.weights.names_under(self.anatomy.layers[self._layer]))
-        self.weights.wait_for_checks()
         self._progress.finish()
 
     @property

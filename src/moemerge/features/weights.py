@@ -85,7 +85,6 @@ class Weights:
         readers = READERS if device.type == "cpu" else UPLOAD_READERS
         self._uploads = uploads_to(device, UPLOAD_BUFFERS)
         self._ahead: tuple[str, Future[dict[str, Tensor]]] | None = None
-        self._unrun: Future[None] | None = None  # a check of modules that do not run
         with ExitStack() as undo:  # end started threads if a later line fails
             self._pool = thread_pool(readers, "moemerge-read")
             undo.callback(self._pool.shutdown)
@@ -282,8 +281,6 @@ class Weights:
 
     def place(self, tensors: Mapping[str, Tensor]) -> None:
         """Put fetched tensors into the model, on its device."""
-        if self._unrun is not None and self._unrun.done():
-            self.wait_for_checks()
         if self._uploads is not None:
             self._uploads.finish()
         moved: dict[int, nn.Parameter] = {}  # tied names share one parameter, as in the whole model
@@ -348,23 +345,8 @@ class Weights:
         if bad:
             raise self._not_finite(bad)
 
-    def require_finite_on_disk(self, names: Iterable[str], *, background: bool) -> None:
-        """Refuse NaN and infinity in parameters of modules that do not run: final norm, head.
-
-        With `background`, a later `place` or `wait_for_checks` raises the error.
-        """
-        if background:
-            self._unrun = self._pool.submit(self._check_on_disk, tuple(names))
-        else:
-            self._check_on_disk(names)
-
-    def wait_for_checks(self) -> None:
-        """Wait for checks in the background and raise their error."""
-        unrun, self._unrun = self._unrun, None
-        if unrun is not None:
-            unrun.result()
-
-    def _check_on_disk(self, names: Iterable[str]) -> None:
+    def require_finite_on_disk(self, names: Iterable[str]) -> None:
+        """Refuse NaN and infinity in parameters of modules that do not run: final norm, head."""
         for name in self.stored.own(names):
             for _, stored in self.names.recipes[name].sources:
                 value = self.stored.read(stored)

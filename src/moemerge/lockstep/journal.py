@@ -174,37 +174,26 @@ class JournalFolder:
         )
 
 
-class Journal:
-    """Entries of finished work. Open it with `Journal.open`; `entries` are in order."""
+class Journal(JournalFolder):
+    """Entries of finished work, in order. Nothing is written before the first one is added."""
 
-    def __init__(self, place: JournalFolder) -> None:
-        self.entries: list[Entry] = []
-        self._place = place
-
-    @property
-    def folder(self) -> Path:
-        return self._place.folder
-
-    @classmethod
-    def open(cls, out: Path, key: Mapping[str, Any], *, replace: bool = False) -> Journal:
+    def __init__(self, out: Path, key: Mapping[str, Any], *, replace: bool = False) -> None:
         """Open the journal of OUT. An existing one of this run is continued.
 
-        One of another run is refused, or replaced if `replace`. `key` is plain JSON data. Nothing
-        is written before the first entry is added.
+        One of another run is refused, or replaced if `replace`. `key` is plain JSON data.
         """
-        place = JournalFolder(out, journal_path(out), {"format": FORMAT, **key})
-        journal = cls(place)
-        if not place.lock():
-            return journal
+        super().__init__(out, journal_path(out), {"format": FORMAT, **key})
+        self.entries: list[Entry] = []
+        if not self.lock():
+            return
         try:
-            if place.continues(replace=replace):
-                journal.entries = list(journal._read_entries())
+            if self.continues(replace=replace):
+                self.entries = list(self._read_entries())
             else:
-                place.remove()
+                self.remove()
         except BaseException:
-            place.close()
+            self.close()
             raise
-        return journal
 
     def add(self, entry: Entry) -> None:
         """Write an entry to disk."""
@@ -214,8 +203,8 @@ class Journal:
             for name, tensor in entry.tensors.items()
         ]
         with writing(self.folder):
-            if not self._place.locked:
-                self._place.create()
+            if not self.locked:
+                self.create()
             binary = self.folder / f"{stem}.bin"
             content = {"entry": entry.name, "tensors": headers, "row": entry.row}
             content["digest"] = self._digest(
@@ -224,14 +213,6 @@ class Journal:
             # Syncs the folder as well, and with it the name of the binary file.
             replace_file(self.folder / f"{stem}.json", json.dumps(content).encode())
         self.entries.append(replace(entry, tensors=StoredTensors(binary, headers)))
-
-    def remove(self) -> None:
-        """Delete the journal once it is no longer needed."""
-        self._place.remove()
-
-    def close(self) -> None:
-        """Release the journal and leave it for a later run."""
-        self._place.close()
 
     def _read_entries(self) -> Iterator[Entry]:
         """Yield entries up to the first one that is incomplete or damaged."""
@@ -252,7 +233,7 @@ class Journal:
     def _digest(self, content: Mapping[str, Any], number: int, data: str) -> str:
         """Return the digest of an entry, its number, its tensors' digest and the key."""
         kept = {name: content[name] for name in ("entry", "tensors", "row")}
-        text = json.dumps([self._place.key, number, kept, data], sort_keys=True)
+        text = json.dumps([self.key, number, kept, data], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -193,7 +193,7 @@ class PatchedOutput(Output):
     def begin(
         self, key: Mapping[str, Any], names: Collection[str], *, replace: bool = False
     ) -> None:
-        self._journal = Journal.open(self._out, key, replace=replace)
+        self._journal = Journal(self._out, key, replace=replace)
         self.entries = self._journal.entries
         self.resumed = len(self.entries)
         if self._ranks.count > 1:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
@@ -262,40 +263,27 @@ def open_lockstep(
     """Open models that stop at each router together; the first side leads. See `open_streams`."""
 
     def build(chosen: StreamSettings) -> Lockstep:
-        return _build(sides, batches, chosen, layers=layers, progress=progress)
+        opened: dict[str, tuple[OpenModel, RouterStream]] = {}
+        stopwatch = Stopwatch(chosen.device)
+        with ExitStack() as undo:  # close opened streams if a later one fails
+            for name, side in sides.items():
+                stream = RouterStream(
+                    side.model.checkpoint,
+                    [b for b in batches if side.domains is None or b.domain in side.domains],
+                    chosen,
+                    layers=layers,
+                    output="logits",
+                    on_output=side.on_output,
+                    progress=None if opened else progress,
+                    stopwatch=stopwatch,
+                )
+                undo.callback(stream.close)
+                opened[name] = (side.model, stream)
+            undo.pop_all()
+        lead = opened.pop(next(iter(opened)))
+        return Lockstep(lead, opened)
 
     return open_streams(build, lambda _: need, settings, settle)
-
-
-def _build(
-    sides: Mapping[str, Side],
-    batches: Sequence[Batch],
-    settings: StreamSettings,
-    *,
-    layers: Collection[int],
-    progress: Progress,
-) -> Lockstep:
-    opened: dict[str, tuple[OpenModel, RouterStream]] = {}
-    stopwatch = Stopwatch(settings.device)
-    try:
-        for name, side in sides.items():
-            stream = RouterStream(
-                side.model.checkpoint,
-                [b for b in batches if side.domains is None or b.domain in side.domains],
-                settings,
-                layers=layers,
-                output="logits",
-                on_output=side.on_output,
-                progress=None if opened else progress,
-                stopwatch=stopwatch,
-            )
-            opened[name] = (side.model, stream)
-    except BaseException:
-        for _, stream in opened.values():
-            stream.close()
-        raise
-    lead = opened.pop(next(iter(opened)))
-    return Lockstep(lead, opened)
 
 
 # --- walk ---------------------------------------------------------------------------------------
