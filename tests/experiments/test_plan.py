@@ -283,7 +283,7 @@ def test_paths_start_from_the_folder_of_the_file_that_contains_them(
         "  list: {calibrate: {sources: [math], data: {math: m.jsonl}}}\n"
     )
     study.write_text(
-        "extends: parts/below.yml\nbase: base\n"
+        "extends: [parts/below.yml, parts/below.yml]\nbase: base\n"
         "sources: {math: math, code: org/code}\n"
         "merges: {a: {merge_method: linear, parameters: {weight: 1}}}\n"
         "evaluate: {tasks: [tasks.yml, gsm8k], data: {gsm8k: ../g.jsonl}, limit: 3}\n"
@@ -315,7 +315,7 @@ def test_paths_start_from_the_folder_of_the_file_that_contains_them(
     # Inputs are known by their content, so that a study resumes from any folder.
     again = plan_study(load_study("study.yml")).cells
     assert {name: cell.made_of for name, cell in again.items()} == cells
-    merged = from_its_folder("of/study.yml", Document(data={"base": "org/code+adapter"}))
+    merged = from_its_folder(Document("of/study.yml", {"base": "org/code+adapter"}))
     assert merged.data == {"base": "org/code+of/adapter"}
     gone = load_study("study.yml", {"data": {"math": "gone.jsonl"}})
     with pytest.raises(CheckpointError, match="start from its folder, others from the current one"):

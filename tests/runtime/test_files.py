@@ -60,7 +60,7 @@ def test_a_pipe_needs_a_writer(tmp_path, monkeypatch):
             read_document(pipe)
     writer = threading.Thread(target=lambda: pipe.write_text("a: 1"))
     writer.start()
-    assert read_document(pipe)[1].data == {"a": 1}
+    assert read_document(pipe).data == {"a": 1}
     writer.join()
 
 

@@ -22,7 +22,7 @@ from moemerge.checkpoint.output import temporary_folder, temporary_sibling
 from moemerge.config.dump import dump_config
 from moemerge.config.load import EarlierStages, LoadedConfig, check_document
 from moemerge.config.settings import MergeSettings
-from moemerge.config.yaml_lines import Document, FaultReporter, read_documents
+from moemerge.config.yaml_lines import Document, read_documents
 from moemerge.errors import ConfigError, UsageError
 from moemerge.runtime.ranks import alone
 
@@ -95,8 +95,8 @@ def _write_placeholder(loaded: LoadedConfig, out: Path, settings: MergeSettings)
 
 
 def _load(stage: Stage, document: Document, settings: MergeSettings) -> LoadedConfig:
-    reporter = FaultReporter(stage.where, document, settings.lenient)
-    return check_document(reporter, schemas=method_schemas(), wrappers=wrapper_schemas())
+    document = replace(document, lenient=settings.lenient)
+    return check_document(document, schemas=method_schemas(), wrappers=wrapper_schemas())
 
 
 _NAME: Final = re.compile(r"\w[\w.-]*")
@@ -111,7 +111,6 @@ class Stage:
     """One merge of a file."""
 
     name: str  # empty if it has none
-    where: str  # for messages
     document: Document  # without its name
     uses: frozenset[str]  # names of other stages
 
@@ -122,29 +121,29 @@ class Stage:
 
 def read_stages(source: str | Path | Mapping[str, Any]) -> list[Stage]:
     """Read all merges of a file, each after those that it uses; the result is the last."""
-    where, documents = read_documents(source)
+    documents = read_documents(source)
     if len(documents) == 1:
-        return [Stage("", where, documents[0], frozenset())]
-    names = [_name(document, where) for document in documents]
+        return [Stage("", documents[0], frozenset())]
+    names = [_name(document) for document in documents]
     for i, name in enumerate(names):
         if name in names[:i]:
             what = f"two merges are named {name!r}" if name else "two merges have no `name`"
-            raise _error(where, documents[i], what, "only the result may be unnamed")
+            raise _error(documents[i], what, "only the result may be unnamed")
     stages = []
     for name, document in zip(names, documents, strict=True):
         data = {key: value for key, value in document.data.items() if key != "name"}
         used = frozenset(_used(data, "", {*names} - {""}))
-        stages.append(Stage(name, where, replace(document, data=data), used))
+        stages.append(Stage(name, replace(document, data=data), used))
     return _ordered(stages)
 
 
-def _name(document: Document, where: str) -> str:
+def _name(document: Document) -> str:
     name = document.data.get("name")
     if name is None:
         return ""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         what = f"the name {name!r} is not a word"
-        raise _error(where, document, what, "use letters, digits, `-`, `_` and `.`")
+        raise _error(document, what, "use letters, digits, `-`, `_` and `.`")
     return name
 
 
@@ -154,7 +153,7 @@ def _ordered(stages: list[Stage]) -> list[Stage]:
     if len(ends) != 1:
         faults = [repr(stage.name or "(unnamed)") for stage in ends]
         what = f"no merge uses {' and '.join(faults)}" if ends else "the merges use each other"
-        raise _error(stages[0].where, stages[-1].document, what, "exactly one must be the result")
+        raise _error(stages[-1].document, what, "exactly one must be the result")
     ordered: list[Stage] = []
     left = list(stages)
     while left:
@@ -162,14 +161,14 @@ def _ordered(stages: list[Stage]) -> list[Stage]:
         ready = next((stage for stage in left if stage.uses <= done), None)
         if ready is None:
             what = f"the merges use each other: {', '.join(stage.name for stage in left)}"
-            raise _error(left[0].where, left[0].document, what, "break the circle")
+            raise _error(left[0].document, what, "break the circle")
         left.remove(ready)
         ordered.append(ready)
     return ordered
 
 
-def _error(where: str, document: Document, what: str, hint: str) -> ConfigError:
-    return ConfigError(f"{where}, line {document.line(()) or 1}: {what}", hint=hint)
+def _error(document: Document, what: str, hint: str) -> ConfigError:
+    return ConfigError(f"{document.where}, line {document.line(()) or 1}: {what}", hint=hint)
 
 
 def _used(value: Any, key: str, names: set[str]) -> set[str]:

@@ -97,7 +97,7 @@ def _inputs(name: str, value: Any) -> Iterator[Path]:
                 continue
             yield path
             if os.path.isfile(path) and (name in _CONFIGS or path.suffix in _YAML):
-                documents = read_documents(path)[1]
+                documents = read_documents(path)
                 for inner in _texts([document.data for document in documents]):
                     # Paths of a study start from its file.
                     yield from filter(_is_input, {Path(inner), path.parent / inner})

@@ -27,9 +27,9 @@ from moemerge.composing.tensors import (
     grown_tensors,
     mlp_layers,
 )
-from moemerge.config.faults import Fault, WorkingCopy, validate
+from moemerge.config.faults import Fault
 from moemerge.config.models import ModelRef
-from moemerge.config.yaml_lines import FaultReporter, read_document
+from moemerge.config.yaml_lines import read_document
 from moemerge.errors import ArchitectureError, ConfigError
 from moemerge.lockstep.experts import config_with_experts
 from moemerge.runtime.devices import check_device
@@ -85,15 +85,7 @@ class ComposeJob:
 
 def load_compose_config(source: str | Path | Mapping[str, Any]) -> ComposeConfig:
     """Read a config and check all of it that needs no model."""
-    where, document = read_document(source)
-    faults = list(document.faults)
-    config = validate(ComposeConfig, WorkingCopy(document.data), faults.append)
-    reporter = FaultReporter(where, document, lenient=False)
-    if config is not None and not faults:
-        faults += _faults(config)
-    reporter.judge(faults)
-    assert config is not None  # otherwise a fault was noted
-    return config
+    return read_document(source).parse(ComposeConfig, _faults)
 
 
 def _faults(config: ComposeConfig) -> list[Fault]:

@@ -25,11 +25,11 @@ from typing import Annotated, Any, Final
 import yaml
 from pydantic import Field
 
-from moemerge.config.faults import Fault, Path, WorkingCopy, listed, validate
+from moemerge.config.faults import Fault, Path, listed
 from moemerge.config.fields import Name, NotEmpty, Strict
 from moemerge.config.parameters import BasePolicy, MethodSchema
 from moemerge.config.resolve import NormalisedMerge
-from moemerge.config.yaml_lines import Document, Dumper, FaultReporter, read_yaml
+from moemerge.config.yaml_lines import Document, Dumper, read_yaml
 from moemerge.errors import ConfigError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.files import read_utf8
@@ -62,7 +62,6 @@ class CoefficientsFile(Strict):
 class Coefficients:
     """How much of each model, by name and place, with the file's line numbers."""
 
-    file: str
     values: Mapping[str, Mapping[str, float]]
     made_by: Mapping[str, Any] = field(default_factory=dict)
     neurons: NeuronGroups | None = None
@@ -80,10 +79,6 @@ class Coefficients:
         assert self.neurons is not None
         return tuple(shares[model] for shares in self.neurons.groups.values())
 
-    def judge(self, faults: Collection[Fault]) -> None:
-        """Raise one error for all faults of the file, with their lines."""
-        FaultReporter(self.file, self.document, lenient=False).judge(list(faults))
-
     def idle(self, used: Collection[tuple[str, str]]) -> Iterator[Fault]:
         """Report places that match no unit."""
         for place in {} if self.neurons is None else self.neurons.labels:
@@ -99,14 +94,10 @@ class Coefficients:
 
 def read_coefficients(file: str | FilePath) -> Coefficients:
     """Read a YAML or JSON file and check its form; all faults are in one error."""
-    where = str(file)
     hint = "make it with `moemerge coefficients`"
-    document = read_yaml(read_utf8(FilePath(file), hint, ConfigError), where)
-    faults: list[Fault] = list(document.faults)
-    held = validate(CoefficientsFile, WorkingCopy(document.data), faults.append)
-    FaultReporter(where, document, lenient=False).judge(faults)
-    assert held is not None  # otherwise a fault was noted
-    return Coefficients(where, held.coefficients, held.made_by or {}, held.neurons, document)
+    document = read_yaml(read_utf8(FilePath(file), hint, ConfigError), str(file))
+    held = document.parse(CoefficientsFile)
+    return Coefficients(held.coefficients, held.made_by or {}, held.neurons, document)
 
 
 def dump_coefficients(

@@ -48,7 +48,7 @@ from moemerge.config.resolve import (
     with_models,
 )
 from moemerge.config.schema import REPAIRS, RunConfig, WrapEntry, kept_faults
-from moemerge.config.yaml_lines import FaultReporter, read_document
+from moemerge.config.yaml_lines import Document, read_document
 from moemerge.data.settings import files_of
 from moemerge.registry import did_you_mean
 
@@ -73,7 +73,7 @@ class LoadedConfig:
     """A config without faults, and what the runners derive from it."""
 
     config: RunConfig
-    reporter: FaultReporter
+    document: Document
     filters: tuple[ConfigFilter, ...]  # checked when the tensors are known
     warnings: tuple[str, ...]
     merge: NormalisedMerge
@@ -148,43 +148,42 @@ def load_config(
     Raises ConfigError with every fault. File and model paths are kept as written. If `coefficients`
     is False, the coefficients file is not read.
     """
-    where, document = read_document(source)
-    reporter = FaultReporter(where, document, lenient)
-    return check_document(reporter, schemas=schemas, wrappers=wrappers, coefficients=coefficients)
+    document = replace(read_document(source), lenient=lenient)
+    return check_document(document, schemas=schemas, wrappers=wrappers, coefficients=coefficients)
 
 
 def check_document(
-    reporter: FaultReporter,
+    document: Document,
     *,
     schemas: Mapping[str, MethodSchema],
     wrappers: Mapping[str, WrapperSchema] | None = None,
     coefficients: bool = True,
 ) -> LoadedConfig:
     """Check a config that has been read."""
-    return _Check(reporter, schemas, wrappers or {}, read_files=coefficients).run()
+    return _Check(document, schemas, wrappers or {}, read_files=coefficients).run()
 
 
 @dataclass
 class _Check:
-    reporter: FaultReporter
+    document: Document
     schemas: Mapping[str, MethodSchema]
     wrappers: Mapping[str, WrapperSchema]
     read_files: bool = True
     faults: list[Fault] = field(default_factory=list)
 
     def run(self) -> LoadedConfig:
-        document = self.reporter.document
+        document = self.document
         self.faults.extend(document.faults)
         work = WorkingCopy(document.data)
         config = validate(RunConfig, work, self._note_structure, fill={"merge_method": _NO_METHOD})
         if config is not None:
             later = self._check(config, work)
             self.faults += [replace(p, path=work.original(p.path)) for p in later]
-            self.reporter.judge(self.faults)
+            document.judge(self.faults)
             ineffective = [p for p in later if p.ignorable]
             if ineffective and work.remove(ineffective, {}):
                 config = validate(RunConfig, work, self.faults.append)
-        warnings = self.reporter.judge(self.faults)
+        warnings = document.judge(self.faults)
         assert config is not None  # otherwise a fault was noted
         config = with_models(config)
         merge = normalise(config, self.schemas, self.wrappers)
@@ -193,7 +192,7 @@ class _Check:
         return LoadedConfig(
             config=config,
             coefficients=coefficients,
-            reporter=self.reporter,
+            document=document,
             filters=tuple(replace(f, path=work.original(f.path)) for f in filters),
             warnings=warnings,
             merge=merge,
@@ -206,7 +205,7 @@ class _Check:
         if config.coefficients is None or not self.read_files:
             return None
         coefficients = read_coefficients(config.coefficients)
-        coefficients.judge(list(coefficient_faults(coefficients, merge)))
+        coefficients.document.judge(coefficient_faults(coefficients, merge))
         return coefficients
 
     def _note_structure(self, fault: Fault) -> None:
@@ -247,7 +246,7 @@ class _Check:
         if not lacks_base:
             merge = normalised_for_checks(config, self.schemas, self.wrappers)
             faults += check.counts(merge)
-            misspelt = set() if self.reporter.lenient else check.misspelt()  # reported as such
+            misspelt = set() if self.document.lenient else check.misspelt()  # reported as such
             if config.coefficients is not None:
                 misspelt.add(WEIGHT)
                 faults += unweighed_faults(merge, ("coefficients",))

@@ -7,16 +7,19 @@ YAML 1.2 where YAML 1.1 surprises: `1e-6` is a number, `1:30` and `2024-01-01` a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import yaml
+from pydantic import BaseModel
 
-from moemerge.config.faults import Fault, Path, path_text
+from moemerge.config.faults import Fault, Path, WorkingCopy, path_text, validate
 from moemerge.errors import ConfigError
 from moemerge.runtime.files import MOST_LEVELS, open_file_or_pipe
+
+M = TypeVar("M", bound=BaseModel)
 
 MAX_BITS: Final = 14_000  # of a whole number: Python prints at most 4,300 digits
 MAX_NODES: Final = 200_000  # aliases of aliases can describe more data than memory holds
@@ -89,11 +92,16 @@ class Dumper(yaml.SafeDumper):
 
 @dataclass
 class Document:
-    """The content of a YAML text, and the line of each key or list entry."""
+    """The content of a YAML text, and the line of each key or list entry.
 
+    With `lenient`, keys that mergekit ignores are warned of. `where` names the text in messages.
+    """
+
+    where: str = "config"
     data: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    lenient: bool = False
 
     def line(self, path: Path) -> int | None:
         """Return the line of `path`, or of its nearest existing parent."""
@@ -107,10 +115,36 @@ class Document:
         line = self.line(path)
         return None if line is None else f"line {line}"
 
+    def judge(self, faults: Iterable[Fault]) -> tuple[str, ...]:
+        """Raise one error for all faults; return those that `lenient` allows as warnings."""
+        unique = dict.fromkeys(faults)  # a fault met twice is said once
+        ordered = sorted(unique, key=lambda f: self.line(f.path) or 0)
+        wrong = [f for f in ordered if not (self.lenient and f.ignorable)]
+        if wrong:
+            raise ConfigError.from_problems(self.where, [self._text(f) for f in wrong])
+        return tuple(f"{self._text(f)} (ignored)" for f in ordered)
+
+    def _text(self, fault: Fault) -> str:
+        parts = (self.place(fault.path), path_text(fault.path), fault.message)
+        return ": ".join(part for part in parts if part)
+
+    def parse(self, model: type[M], check: Callable[[M], Iterable[Fault]] = lambda _: ()) -> M:
+        """Return the content as a `model`; raise one error for all faults.
+
+        `check` looks for more faults if every part is valid.
+        """
+        faults, work = list(self.faults), WorkingCopy(self.data)
+        content = validate(model, work, faults.append)
+        if content is not None and not work.removed:
+            faults += check(content)
+        self.judge(faults)
+        assert content is not None  # otherwise a fault was noted
+        return content
+
 
 def read_yaml(text: str, where: str) -> Document:
     """Read one YAML document that is a mapping; syntax errors name line and column."""
-    return _single(read_all(text, where), where)
+    return _single(read_all(text, where))
 
 
 def read_all(text: str, where: str) -> list[Document]:
@@ -119,17 +153,18 @@ def read_all(text: str, where: str) -> list[Document]:
         nodes = _compose(text)
         if not nodes:
             raise ConfigError(f"{where}: the file is empty", hint="a config is a YAML file")
-        return [_Builder(node).document(where) for node in nodes]
+        return [_Builder(node, where).document() for node in nodes]
     except yaml.YAMLError as error:
         raise _syntax_error(error, where) from None
     except RecursionError:
         raise ConfigError(f"{where}: the YAML is nested too deeply") from None
 
 
-def _single(documents: Sequence[Document], where: str) -> Document:
+def _single(documents: Sequence[Document]) -> Document:
     if len(documents) > 1:
         raise ConfigError(
-            f"{where}: holds {len(documents)} documents separated by '---', expected one",
+            f"{documents[0].where}: holds {len(documents)} documents separated by '---', expected "
+            "one",
             hint="`merge`, `run` and `validate` accept several; put each into its own file here",
         )
     return documents[0]
@@ -162,6 +197,10 @@ def _syntax_error(error: yaml.YAMLError, where: str) -> ConfigError:
     return ConfigError(f"{place}: not valid YAML: {said}", hint=hint)
 
 
+def _refused(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
 def _check_text(node: yaml.ScalarNode) -> None:
     """Refuse text that no file name and no report can contain; join surrogates, as JSON does."""
     fault = "a NUL character (\\0)" if "\0" in node.value else None
@@ -170,25 +209,25 @@ def _check_text(node: yaml.ScalarNode) -> None:
     except UnicodeDecodeError:
         fault = "half a character (a lone surrogate)"
     if fault is not None:
-        raise yaml.constructor.ConstructorError(
-            None, None, f"{fault} is not allowed in a config", node.start_mark
-        )
+        raise _refused(node, f"{fault} is not allowed in a config")
 
 
 class _Builder:
     """Converts the node tree to plain data, and notes lines and duplicate keys."""
 
-    def __init__(self, root: yaml.Node) -> None:
+    def __init__(self, root: yaml.Node, where: str) -> None:
         self.root = root
-        self.result = Document()
+        self.result = Document(where)
         self.scalars = Loader("")
         self.open: set[int] = set()
         self.count = 0
 
-    def document(self, where: str) -> Document:
+    def document(self) -> Document:
         if not isinstance(self.root, yaml.MappingNode):
             kind = "a list" if isinstance(self.root, yaml.SequenceNode) else "a single value"
-            raise ConfigError(f"{where}: expected keys and values (`key: value`), got {kind}")
+            raise ConfigError(
+                f"{self.result.where}: expected keys and values (`key: value`), got {kind}"
+            )
         self.result.lines[()] = self.root.start_mark.line + 1
         self.result.data = self.build(self.root, ())
         return self.result
@@ -196,22 +235,16 @@ class _Builder:
     def build(self, node: yaml.Node, path: Path) -> Any:
         self.count += 1
         if id(node) in self.open or self.count > MAX_NODES:
-            raise yaml.constructor.ConstructorError(
-                None, None, "an alias that contains itself or grows without end", node.start_mark
-            )
+            raise _refused(node, "an alias that contains itself or grows without end")
         if node.tag not in _PLAIN_TAGS:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the tag {node.tag!r} is not allowed in a config", node.start_mark
-            )
+            raise _refused(node, f"the tag {node.tag!r} is not allowed in a config")
         if isinstance(node, yaml.ScalarNode):
             _check_text(node)
             try:
                 return self.scalars.construct_object(node)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 kind = node.tag.removeprefix(_TAG)
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{node.value[:40]!r} is no {kind}", node.start_mark
-                ) from error
+                raise _refused(node, f"{node.value[:40]!r} is no {kind}") from error
         self.open.add(id(node))
         try:
             if isinstance(node, yaml.SequenceNode):
@@ -245,9 +278,7 @@ class _Builder:
 
     def key(self, node: yaml.Node, path: Path) -> str:
         if not isinstance(node, yaml.ScalarNode):
-            raise yaml.constructor.ConstructorError(
-                None, None, "a key must be a single word", node.start_mark
-            )
+            raise _refused(node, "a key must be a single word")
         _check_text(node)
         if node.tag != f"{_TAG}str":
             self.note((*path, node.value), f"this key is read as {node.tag.removeprefix(_TAG)}, "
@@ -260,48 +291,22 @@ class _Builder:
             self.result.faults.append(fault)
 
 
-# --- files, and faults in them --------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
-_UNNAMED: Final = "config"
 _MOST_BYTES: Final = 2**24  # no config has so many; /dev/zero has
 
 
-@dataclass(frozen=True)
-class FaultReporter:
-    """Reports faults of a config with the file's name and lines."""
-
-    where: str
-    document: Document
-    lenient: bool
-
-    def judge(self, faults: Sequence[Fault]) -> tuple[str, ...]:
-        """Raise one error for all faults; return those that `lenient` allows as warnings."""
-        unique = dict.fromkeys(faults)  # a fault met twice is said once
-        ordered = sorted(unique, key=lambda f: self.document.line(f.path) or 0)
-        wrong = [f for f in ordered if not (self.lenient and f.ignorable)]
-        if wrong:
-            raise ConfigError.from_problems(self.where, [self._text(f) for f in wrong])
-        return tuple(f"{self._text(f)} (ignored)" for f in ordered)
-
-    def _text(self, fault: Fault) -> str:
-        place = self.document.place(fault.path)
-        parts = [place] if place is not None else []
-        parts += [path_text(fault.path)] if fault.path else []
-        return ": ".join([*parts, fault.message])
+def read_document(source: str | FilePath | Mapping[str, Any]) -> Document:
+    """Return the content of a config. Refuse several documents."""
+    return _single(read_documents(source))
 
 
-def read_document(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:
-    """Return a config's name for messages, and its content. Refuse several documents."""
-    where, documents = read_documents(source)
-    return where, _single(documents, where)
-
-
-def read_documents(source: str | FilePath | Mapping[str, Any]) -> tuple[str, list[Document]]:
-    """Return a config's name for messages, and all its documents."""
+def read_documents(source: str | FilePath | Mapping[str, Any]) -> list[Document]:
+    """Return all documents of a config."""
     if isinstance(source, Mapping):
-        return _UNNAMED, [Document(data=source)]
+        return [Document(data=source)]
     if isinstance(source, str) and "\n" in source:
-        return _UNNAMED, read_all(source, _UNNAMED)
+        return read_all(source, Document.where)
     where = str(source)
     try:
         with open(open_file_or_pipe(FilePath(source)), "rb") as file:
@@ -312,4 +317,4 @@ def read_documents(source: str | FilePath | Mapping[str, Any]) -> tuple[str, lis
         raise ConfigError(
             f"{where}: not UTF-8 text (byte {error.start})", hint="a config is a YAML file"
         ) from None
-    return where, read_all(text, where)
+    return read_all(text, where)

@@ -8,10 +8,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from moemerge.config.faults import WorkingCopy, validate
 from moemerge.config.fields import Name, PositiveInt, Strict
 from moemerge.config.settings import MAP, MAX_LENGTH, Flag, MapForm, TextColumns
-from moemerge.config.yaml_lines import FaultReporter, read_document
+from moemerge.config.yaml_lines import read_document
 from moemerge.generation.settings import (
     MAX_NEW_TOKENS,
     SAMPLES,
@@ -136,9 +135,4 @@ class TaskSettings(PromptSettings):
 
 def load_task(path: Path) -> TaskSettings:
     """Read a task file; all that is wrong with it comes in one error."""
-    where, document = read_document(path)
-    faults = list(document.faults)
-    task = validate(TaskSettings, WorkingCopy(document.data), faults.append)
-    FaultReporter(where, document, lenient=False).judge(faults)
-    assert task is not None  # otherwise a fault was noted
-    return task
+    return read_document(path).parse(TaskSettings)

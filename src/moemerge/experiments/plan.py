@@ -99,7 +99,7 @@ def plan_study(loaded: LoadedStudy) -> StudyPlan:
         return plan
     others = [_Planner(loaded.at(seed)).plan() for seed in loaded.config.seeds[1:]]
     repeated = replace(plan, seeds=(plan, *others))
-    loaded.refuse(_seed_faults(repeated))
+    loaded.document.judge(_seed_faults(repeated))
     return repeated
 
 
@@ -124,7 +124,7 @@ class _Planner:
         asked = [n for n in dict.fromkeys(self.config.evaluate.tasks) if n != PERPLEXITY]
         self.tasks = tuple(find_task(name) for name in asked)
         names = [task.name for task in self.tasks]
-        loaded.refuse(self.config.evaluate.perplexity_faults(names))
+        loaded.document.judge(self.config.evaluate.perplexity_faults(names))
         self.texts_measured = self.config.evaluate.texts(names)
         self.domains = tuple(dict.fromkeys(task.settings.domain for task in self.tasks))
         self.models: dict[str, StudyNode] = {}
@@ -193,7 +193,7 @@ class _Planner:
         first = self.written.setdefault(text.file, node)
         if first.spec != node.spec or (first != node and not text.text):
             words = f"text of {name!r} is made in another way than other text of the same file"
-            self.loaded.refuse([Fault((), f"{words}, {text.file}")])
+            self.loaded.document.judge([Fault((), f"{words}, {text.file}")])
         return first  # plain text does not depend on the model
 
     def texts(self, data: Mapping[str, Any], names: Sequence[str]) -> dict[str, StudyNode]:
@@ -204,10 +204,10 @@ class _Planner:
     def merge(self, name: str) -> StudyNode:
         """A merge, checked like a config file; its models are names of sources."""
         raw = self.config.merges[name]
-        self.loaded.refuse(self.merge_faults(name, raw))
+        self.loaded.document.judge(self.merge_faults(name, raw))
         data = self.filled(raw)
         check_document(
-            self.loaded.merge_reporter(name, data),
+            self.loaded.merge_document(name, data),
             schemas=self.schemas,
             wrappers=wrapper_schemas(),
         )
@@ -359,7 +359,7 @@ class _Planner:
         own = tuple((d, self.models[d]) for d in self.domains if d in self.config.sources)
         if not own:
             text = f"no task's domain ({', '.join(self.domains)}) is the name of a source"
-            self.loaded.refuse([Fault(("sources",), text)])
+            self.loaded.document.judge([Fault(("sources",), text)])
         return self.cell(SOURCES, own)
 
     def cell(

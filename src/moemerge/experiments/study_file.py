@@ -15,8 +15,8 @@ from pathlib import Path as FilePath
 from typing import Any, Final
 
 from moemerge.checkpoint.locate import HUB_ID, is_local
-from moemerge.config.faults import Fault, Path, WorkingCopy, validate
-from moemerge.config.yaml_lines import Document, FaultReporter, read_document, read_yaml
+from moemerge.config.faults import Fault, Path
+from moemerge.config.yaml_lines import Document, read_document, read_yaml
 from moemerge.errors import ConfigError
 from moemerge.evaluation.job import TASK_SUFFIXES
 from moemerge.experiments.settings import (
@@ -40,15 +40,15 @@ SOURCES: Final = "sources"  # as a row of reference: each source on its own doma
 class LayeredDocument(Document):
     """A document of several files, the leading one on top."""
 
-    layers: list[tuple[str, Document]] = field(default_factory=list)
+    layers: list[Document] = field(default_factory=list)
 
     def place(self, path: Path) -> str | None:
         """The nearest thing around `path`, in the topmost file that has it."""
         for end in range(len(path), -1, -1):
-            for number, (where, document) in enumerate(self.layers):
+            for number, document in enumerate(self.layers):
                 if path[:end] in document.lines:
                     words = f"line {document.lines[path[:end]]}"
-                    return words if number == 0 else f"{where}, {words}"
+                    return words if number == 0 else f"{document.where}, {words}"
         return None
 
 
@@ -71,21 +71,16 @@ class LoadedStudy:
     """A study without faults, but for its merges: those are checked by who knows the methods."""
 
     config: StudyConfig
-    where: str
     document: Document  # as it was written: `{seed}` stands for every seed
 
     def at(self, seed: int) -> LoadedStudy:
         """The same study with this seed in place of `{seed}`."""
-        return _checked(self.where, self.document, seed)
+        return _checked(self.document, seed)
 
-    def merge_reporter(self, name: str, data: Mapping[str, Any]) -> FaultReporter:
-        """Of a merge with what the study fills in, as a config of its own."""
-        part = PartDocument(data=data, whole=self.document, prefix=("merges", name))
-        return FaultReporter(f"{self.where}, merge {name!r}", part, lenient=False)
-
-    def refuse(self, faults: Iterable[Fault]) -> None:
-        """Raise ConfigError where there are any."""
-        FaultReporter(self.where, self.document, lenient=False).judge(list(faults))
+    def merge_document(self, name: str, data: Mapping[str, Any]) -> Document:
+        """A merge with what the study fills in, as a config of its own."""
+        where = f"{self.document.where}, merge {name!r}"
+        return PartDocument(where, data, whole=self.document, prefix=("merges", name))
 
 
 def load_study(
@@ -93,26 +88,19 @@ def load_study(
 ) -> LoadedStudy:
     """Read a study (a YAML file, or its content), with `overrides` laid over it."""
     layers = _layers(source, MOST_LAYERS)
-    where = layers[0][0]
+    where = layers[0].where
     if overrides:
-        layers.insert(0, (OVERRIDES, Document(data=dict(overrides))))
-    document = _laid_over(layers)
+        layers.insert(0, Document(OVERRIDES, dict(overrides)))
+    document = _laid_over(where, layers)
     seeds = document.data.get("seeds")
     first = seeds[0] if isinstance(seeds, list) and seeds else None
-    return _checked(where, document, first)
+    return _checked(document, first)
 
 
-def _checked(where: str, document: Document, seed: Any) -> LoadedStudy:
-    faults = list(document.faults)
+def _checked(document: Document, seed: Any) -> LoadedStudy:
     data = document.data if seed is None else seeded(document.data, seed)
-    work = WorkingCopy(data)
-    config = validate(StudyConfig, work, faults.append)
-    reporter = FaultReporter(where, document, lenient=False)
-    if config is not None and not work.removed:
-        faults += _reference_faults(config)
-    reporter.judge(faults)
-    assert config is not None  # otherwise a fault was noted
-    return LoadedStudy(config, where, document)
+    config = replace(document, data=data).parse(StudyConfig, _reference_faults)
+    return LoadedStudy(config, document)
 
 
 def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
@@ -156,38 +144,38 @@ def seeded(value: Any, seed: int) -> Any:
     return seed if value == SEED else value.replace(SEED, str(seed))
 
 
-def _layers(source: str | FilePath | Mapping[str, Any], most: int) -> list[tuple[str, Document]]:
+def _layers(source: str | FilePath | Mapping[str, Any], most: int) -> list[Document]:
     """A file and those that it extends, the topmost first: of several the last counts most."""
-    where, document = read_document(source)
-    layers = [(where, from_its_folder(where, document))]
+    document = read_document(source)
+    layers = [from_its_folder(document)]
     given = document.data.get(EXTENDS, [])
     names = [given] if isinstance(given, str) else given
     known = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not known or (names and most == 0):
         raise ConfigError(
-            f"{where}: `{EXTENDS}` is {given!r}",
+            f"{document.where}: `{EXTENDS}` is {given!r}",
             hint="expected names of study files, from this file's folder, that end somewhere",
         )
     for name in reversed(names):
-        layers += _layers(FilePath(where).parent / name, most - 1)
+        layers += _layers(FilePath(document.where).parent / name, most - 1)
     return layers
 
 
-def _laid_over(layers: list[tuple[str, Document]]) -> LayeredDocument:
-    *above, (_where, lowest) = layers
+def _laid_over(where: str, layers: list[Document]) -> LayeredDocument:
+    *above, lowest = layers
     data, faults = lowest.data, list(lowest.faults)
-    for _where, document in reversed(above):
+    for document in reversed(above):
         data, faults = overlaid(data, document.data), [*faults, *document.faults]
     data = {key: value for key, value in data.items() if key != EXTENDS}
-    return LayeredDocument(data, lowest.lines, faults, layers)
+    return LayeredDocument(where, data, lowest.lines, faults, layers=layers)
 
 
 # --- paths ----------------------------------------------------------------------------------------
 
 
-def from_its_folder(where: str, document: Document) -> Document:
+def from_its_folder(document: Document) -> Document:
     """Return the document with its relative paths joined to the folder of its file."""
-    folder = os.path.dirname(where)
+    folder = os.path.dirname(document.where)
     data: Any = document.data
     for join, places in _PLACES.items():
         for place in places:

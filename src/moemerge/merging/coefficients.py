@@ -58,7 +58,7 @@ class Weighing:
         place = self._coefficients.place(model, key)
         if place is None:
             raise ConfigError(
-                f"{self._coefficients.file}: no coefficient of {model!r} fits {key}",
+                f"{self._coefficients.document.where}: no coefficient of {model!r} fits {key}",
                 hint='give one for all other places: `"*": 1.0`',
             )
         self._used.add((model, place))
@@ -81,7 +81,7 @@ class Weighing:
         if projection is None:
             if unit.role in (Role.MLP, Role.SHARED_EXPERT) and len(unit.shape) == 2:
                 text = f"has no neurons to scale: {unit.key} is neither gate, up nor down"
-                self._coefficients.judge([Fault((NEURONS, "labels", place), text)])
+                self._coefficients.document.judge([Fault((NEURONS, "labels", place), text)])
             return None
         axis = len(unit.shape) - 1 if projection == "down" else 0
         if projection == "down" and len(unit.shape) < 2:
@@ -90,7 +90,7 @@ class Weighing:
         labels = groups.labels[place]
         if len(labels) != unit.shape[axis]:
             text = f"{len(labels)} letters, but {unit.key} has {unit.shape[axis]} neurons"
-            self._coefficients.judge([Fault((NEURONS, "labels", place), text)])
+            self._coefficients.document.judge([Fault((NEURONS, "labels", place), text)])
         return NeuronScale(labels, self._coefficients.neuron_shares(model), axis)
 
     def _checked(self, reader: ParameterReader, weight: float, place: tuple[str, str]) -> float:
@@ -99,13 +99,13 @@ class Weighing:
         text = spec.fault(weight)
         if text is not None:
             fault = Fault((KEY, *place), f"of {reader.schema.name!r}, times its weight: {text}")
-            self._coefficients.judge([fault])
+            self._coefficients.document.judge([fault])
         return weight
 
     def check_all_used(self) -> None:
         """Refuse places that match no unit. Call it after all units were looked up."""
         if self._coefficients is not None:
-            self._coefficients.judge(list(self._coefficients.idle(self._used)))
+            self._coefficients.document.judge(self._coefficients.idle(self._used))
 
 
 def neuron_shares(scale: NeuronScale, tensor: Tensor) -> Tensor:

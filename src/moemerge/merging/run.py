@@ -197,7 +197,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
         notices=(
             *loaded.warnings,
             *(notice for model in models.values() for notice in model.checkpoint.notices),
-            *loaded.reporter.judge(ineffective),
+            *loaded.document.judge(ineffective),
             *output.notices,
             *files.notices,
             *doubts,
@@ -414,7 +414,7 @@ def _static_scales(merge: NormalisedMerge, models: Mapping[str, OpenModel]) -> l
 def _describe_coefficients(coefficients: Coefficients | None) -> dict[str, Any]:
     if coefficients is None:
         return {}
-    return {"file": coefficients.file, "made_by": dict(coefficients.made_by)}
+    return {"file": coefficients.document.where, "made_by": dict(coefficients.made_by)}
 
 
 def _describe_router(merge: NormalisedMerge) -> str | None:
