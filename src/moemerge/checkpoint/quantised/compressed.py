@@ -32,7 +32,8 @@ from moemerge.checkpoint.quantised.tensor import (
     QuantisedInfo,
     count_pair,
     is_count,
-    require_scales,
+    part_of,
+    quantised,
     siblings,
 )
 from moemerge.checkpoint.tensors import TensorInfo
@@ -148,22 +149,14 @@ def find(
     groups = _Groups(section)
     for name, info in headers.items():
         stem, _, leaf = name.rpartition(".")
-        scales = headers.get(f"{stem}.weight_scale")
-        if leaf == "weight_packed":
-            yield _packed(
-                info, stem, headers, _required(scales, name), groups.of(stem), dtype, read
-            )
-        elif leaf == "weight" and (scales is not None or info.dtype in _PLAIN):
-            yield _plain(info, headers, _required(scales, name), groups.of(stem), dtype)
-
-
-def _required(scales: TensorInfo | None, name: str) -> TensorInfo:
-    if scales is None:
-        raise CheckpointError(
-            f"{name!r} is stored quantised, but there is no {name.rpartition('.')[0]}.weight_scale",
-            hint="its download is incomplete, or it was saved without its scales",
-        )
-    return scales
+        part = f"{stem}.weight_scale"
+        packed = leaf == "weight_packed"
+        if packed or (leaf == "weight" and (part in headers or info.dtype in _PLAIN)):
+            scales, weights = part_of(headers, part, name, info.dtype), groups.of(stem)
+            if packed:
+                yield _packed(info, headers, scales, weights, dtype, read)
+            else:
+                yield _plain(info, headers, scales, weights, dtype)
 
 
 def _plain(
@@ -176,20 +169,22 @@ def _plain(
             f"{weights.kind} of {weights.bits} bits",
             hint=DAMAGED_HINT,
         )
-    return _checked(info, info, info.shape, headers, weights.scheme(codes, scales), scales, dtype)
+    return _checked(
+        info.name, dtype, info.shape, weights.scheme(codes, scales), info, scales, headers
+    )
 
 
 def _packed(
     info: TensorInfo,
-    stem: str,
     headers: Headers,
     scales: TensorInfo,
     weights: _Weights,
     dtype: Dtype,
     read: ReadShape,
 ) -> QuantisedInfo:
+    stem = info.name.rpartition(".")[0]
+    name = f"{stem}.weight"
     if (weights.kind, weights.bits, weights.width) == ("float", 4, NVFP4_GROUP):
-        name = f"{stem}.weight"
         return nvfp4(name, dtype, info, headers, factor=".weight_global_scale", divides=True)
     codes = _PACKED.get(weights.bits)
     if codes is None or weights.kind != "int" or info.dtype is not Dtype.INT32:
@@ -212,10 +207,9 @@ def _packed(
             f"{codes.bits} bits",
             hint=DAMAGED_HINT,
         )
-    logical = TensorInfo.of(f"{stem}.weight", dtype, shape)
-    if logical.name in headers:
-        raise CheckpointError(f"there is {info.name!r} and also {logical.name!r}")
-    return _checked(logical, info, shape, headers, weights.scheme(codes, scales), scales, dtype)
+    if name in headers:
+        raise CheckpointError(f"there is {info.name!r} and also {name!r}")
+    return _checked(name, dtype, shape, weights.scheme(codes, scales), info, scales, headers)
 
 
 def _shape(stated: TensorInfo, read: ReadShape) -> tuple[int, int]:
@@ -230,33 +224,22 @@ def _shape(stated: TensorInfo, read: ReadShape) -> tuple[int, int]:
 
 
 def _checked(
-    logical: TensorInfo,
-    info: TensorInfo,
-    shape: tuple[int, ...],
-    headers: Headers,
-    scheme: Scheme,
-    scales: TensorInfo,
+    name: str,
     dtype: Dtype,
+    shape: tuple[int, ...],
+    scheme: Scheme,
+    info: TensorInfo,
+    scales: TensorInfo,
+    headers: Headers,
 ) -> QuantisedInfo:
     """Return the unit with its zero points and groups. Refuse those that do not fit."""
     zeros = next(iter(siblings(info.name, (".weight_zero_point",), headers)), None)
     order = next(iter(siblings(info.name, (".weight_g_idx",), headers)), None)
-    kind = TensorInfo.of(logical.name, dtype, shape)
-    unit = require_scales(
-        QuantisedInfo(
-            logical.name,
-            dtype,
-            shape,
-            kind.nbytes,
-            scheme,
-            info,
-            scales,
-            zeros if scheme.fit is asymmetric else None,
-            order,
-            others=siblings(info.name, _OTHERS, headers)
-            + ((zeros,) if zeros is not None and scheme.fit is symmetric else ()),
-            stacked=len(shape) == 3,
-        )
+    others = siblings(info.name, _OTHERS, headers)
+    if scheme.fit is symmetric and zeros is not None:  # they are not used
+        zeros, others = None, (*others, zeros)
+    unit = quantised(
+        name, dtype, shape, scheme, info, scales, zeros=zeros, order=order, others=others
     )
     blocks = unit.blocks
     if scheme.fit is asymmetric:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +37,8 @@ from moemerge.checkpoint.quantised.tensor import (
     Headers,
     QuantisedInfo,
     count_pair,
-    require_scales,
+    part_of,
+    quantised,
     siblings,
 )
 from moemerge.checkpoint.tensors import TensorInfo
@@ -46,7 +48,6 @@ from moemerge.runtime.files import read_object
 
 CODES: Final = {Dtype.FLOAT8_E4M3FN: E4M3, Dtype.FLOAT8_E5M2: E5M2}
 _EXPONENTS: Final = (Dtype.UINT8, Dtype.FLOAT8_E8M0FNU)
-_SCALES: Final = ("_scale_inv", ".scale")
 NVFP4_GROUP: Final = 16
 
 
@@ -55,46 +56,23 @@ def find_fp8(section: Mapping[str, Any], headers: Headers, dtype: Dtype) -> Iter
     size = section.get("weight_block_size")
     block = None if size is None else count_pair(size, "weight_block_size")
     powers = section.get("scale_fmt") == "ue8m0"
-    schemes: dict[tuple[object, ...], Scheme] = {}  # of each kind of tensor, checked once
-    others = LARGEST_SCALES if any(name.endswith(LARGEST_SCALES) for name in headers) else ()
     for name, info in headers.items():
-        scales = headers.get(name + _SCALES[0])
-        inverse = scales is not None
-        if scales is None and name.endswith(".weight"):
-            scales = headers.get(name.removesuffix(".weight") + _SCALES[1])
+        inverse = headers.get(f"{name}_scale_inv")
+        other = headers.get(f"{name.removesuffix('weight')}scale")
+        scales = inverse or (other if name.endswith(".weight") else None)
         if info.dtype in CODES:
-            if scales is None:
-                raise CheckpointError(
-                    f"{name!r} is stored as {info.dtype}, but there is no {name}_scale_inv",
-                    hint="its download is incomplete, or it was saved without its scales",
-                )
-            kind = (info.dtype, info.shape, scales.dtype, scales.shape)
-            scheme = schemes.get(kind)
-            if scheme is None:
-                scheme = _scheme(info.dtype, scales.dtype, block, powers=powers)
-            quantised = QuantisedInfo(
-                name,
-                dtype,
-                info.shape,
-                info.nbytes // info.dtype.itemsize * dtype.itemsize,
-                scheme,
-                codes=info,
-                scales=scales,
-                others=siblings(name, others, headers) if others else (),
-                stacked=len(info.shape) == 3,
-            )
-            if kind not in schemes:
-                require_scales(quantised)
-                schemes[kind] = scheme
-            yield quantised
-        elif inverse or (scales is not None and info.dtype is Dtype.INT8):
-            assert scales is not None
+            scales = scales or part_of(headers, f"{name}_scale_inv", name, info.dtype)
+            scheme = _scheme(info.dtype, scales.dtype, block, powers=powers)
+            others = siblings(name, LARGEST_SCALES, headers)
+            yield quantised(name, dtype, info.shape, scheme, info, scales, others=others)
+        elif scales is not None and (inverse is not None or info.dtype is Dtype.INT8):
             raise CheckpointError(
                 f"{name!r} has the scales {scales.name!r}, but is stored as {info.dtype}",
                 hint=f"FP8 weights are {' or '.join(map(str, CODES))}; FP4 in bytes is not read",
             )
 
 
+@cache
 def _scheme(codes: Dtype, scales: Dtype, block: tuple[int, int] | None, *, powers: bool) -> Scheme:
     height, width = block if block is not None else (None, None)
     fit = largest_power_of_two if powers or scales in _EXPONENTS else largest
@@ -126,26 +104,12 @@ def find_modelopt(headers: Headers, dtype: Dtype) -> Iterator[QuantisedInfo]:
         if info.dtype is Dtype.UINT8:
             yield nvfp4(name, dtype, info, headers, factor=".weight_scale_2", divides=False)
             continue
-        scales = headers.get(f"{name}_scale")
-        if scales is None:
-            raise CheckpointError(
-                f"{name!r} is stored as {info.dtype}, but there is no {name}_scale",
-                hint="its download is incomplete, or it was saved without its scales",
-            )
-        height = None if scales.shape in ((), (1,)) else 1
-        yield require_scales(
-            QuantisedInfo(
-                name,
-                dtype,
-                info.shape,
-                TensorInfo.of(name, dtype, info.shape).nbytes,
-                Scheme(E4M3, height, None, largest, scales.dtype),
-                info,
-                scales,
-                others=siblings(name, LARGEST_SCALES, headers),
-                stacked=len(info.shape) == 3,
-            )
+        scales = part_of(headers, f"{name}_scale", name, info.dtype)
+        scheme = Scheme(
+            E4M3, None if scales.shape in ((), (1,)) else 1, None, largest, scales.dtype
         )
+        others = siblings(name, LARGEST_SCALES, headers)
+        yield quantised(name, dtype, info.shape, scheme, info, scales, others=others)
 
 
 _GROUP_SIZE: Final = 32
@@ -179,12 +143,7 @@ def find_mxfp4(headers: Headers, dtype: Dtype) -> Iterator[QuantisedInfo]:
             )
         experts, rows, groups, _ = info.shape
         shape = (experts, groups * _GROUP_SIZE, rows)
-        nbytes = TensorInfo.of(stem, dtype, shape).nbytes
-        yield require_scales(
-            QuantisedInfo(
-                stem, dtype, shape, nbytes, scheme, info, scales, stacked=True, transposed=True
-            )
-        )
+        yield quantised(stem, dtype, shape, scheme, info, scales, transposed=True)
 
 
 def nvfp4(
@@ -193,13 +152,8 @@ def nvfp4(
     """Return a matrix in NVFP4: two four-bit floats per byte, a scale in FP8 for each 16 of them,
     and one factor for all scales."""
     stem = codes.name.rpartition(".")[0]
-    missing = next((e for e in (".weight_scale", factor) if stem + e not in headers), None)
-    if missing is not None:
-        raise CheckpointError(
-            f"{codes.name!r} is stored as NVFP4, but there is no {stem}{missing}",
-            hint="its download is incomplete, or it was saved without its scales",
-        )
-    scales, number = headers[f"{stem}.weight_scale"], headers[stem + factor]
+    scales = part_of(headers, f"{stem}.weight_scale", codes.name, "NVFP4")
+    number = part_of(headers, stem + factor, codes.name, "NVFP4")
     bad = scales if scales.dtype is not Dtype.FLOAT8_E4M3FN else None
     bad = number if number.shape not in ((), (1,)) or number.dtype is not Dtype.FLOAT32 else bad
     bad = codes if codes.dtype is not Dtype.UINT8 or len(codes.shape) != 2 else bad
@@ -209,20 +163,8 @@ def nvfp4(
             "in float8_e4m3fn and one factor in float32",
             hint=DAMAGED_HINT,
         )
-    plain = TensorInfo.of(name, dtype, (codes.shape[0], codes.shape[1] * 2))
+    shape = (codes.shape[0], codes.shape[1] * 2)
     scheme = Scheme(FP4, 1, NVFP4_GROUP, largest, Dtype.FLOAT8_E4M3FN)
+    rest = {"factor": number, "divides": divides}
     others = siblings(codes.name, (*LARGEST_SCALES, *SMALLEST_SCALES), headers)
-    return require_scales(
-        QuantisedInfo(
-            plain.name,
-            dtype,
-            plain.shape,
-            plain.nbytes,
-            scheme,
-            codes,
-            scales,
-            factor=number,
-            divides=divides,
-            others=others,
-        )
-    )
+    return quantised(name, dtype, shape, scheme, codes, scales, others=others, **rest)

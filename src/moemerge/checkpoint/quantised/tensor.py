@@ -396,26 +396,45 @@ def siblings(name: str, ends: Sequence[str], headers: Headers) -> tuple[TensorIn
     return tuple(headers[stem + end] for end in ends if stem + end in headers)
 
 
-def require_scales(info: QuantisedInfo) -> QuantisedInfo:
-    """Return the tensor if its scales fit."""
-    if len(info.shape) != (3 if info.stacked else 2):
+def part_of(headers: Headers, part: str, name: str, kind: object) -> TensorInfo:
+    """Return a part without which the tensor `name`, stored as `kind`, cannot be read."""
+    if part not in headers:
         raise CheckpointError(
-            f"{info.codes.name!r} has shape {list(info.codes.shape)}, expected a matrix or a stack "
-            "of matrices",
+            f"{name!r} is stored as {kind}, but there is no {part}",
+            hint="its download is incomplete, or it was saved without its scales",
+        )
+    return headers[part]
+
+
+def quantised(
+    name: str,
+    dtype: Dtype,
+    shape: tuple[int, ...],
+    scheme: Scheme,
+    codes: TensorInfo,
+    scales: TensorInfo,
+    **rest: Any,
+) -> QuantisedInfo:
+    """Return a quantised matrix or stack of matrices. Refuse scales that do not fit."""
+    if len(shape) not in (2, 3):
+        raise CheckpointError(
+            f"{codes.name!r} has shape {list(codes.shape)}, expected a matrix or a stack of "
+            "matrices",
             hint=DAMAGED_HINT,
         )
+    stacked, nbytes = len(shape) == 3, math.prod(shape) * dtype.itemsize
+    info = QuantisedInfo(name, dtype, shape, nbytes, scheme, codes, scales, stacked=stacked, **rest)
     blocks = info.blocks
-    lead = (info.rows,) if info.stacked else ()
+    lead = (info.rows,) if stacked else ()
     fitting = [(*lead, blocks.down, blocks.across)]
     if blocks.across == 1:
         fitting.append((*lead, blocks.down))
     if blocks.across == blocks.down == 1:
         fitting.append(lead)
-    if info.scales.shape not in fitting or info.scales.dtype not in _SCALE_DTYPES:
+    if scales.shape not in fitting or scales.dtype not in _SCALE_DTYPES:
         raise CheckpointError(
-            f"{info.scales.name!r} is {list(info.scales.shape)} {info.scales.dtype}, but "
-            f"{info.codes.name!r} {list(info.codes.shape)} as {info.stored_as} needs scales "
-            f"{list(fitting[0])}",
+            f"{scales.name!r} is {list(scales.shape)} {scales.dtype}, but {codes.name!r} "
+            f"{list(codes.shape)} as {info.stored_as} needs scales {list(fitting[0])}",
             hint=DAMAGED_HINT,
         )
     return info
