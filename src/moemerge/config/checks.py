@@ -73,7 +73,7 @@ def slice_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 @dataclass(frozen=True)
-class _Scope:
+class Scope:
     """One `parameters:` mapping of the file."""
 
     path: Path
@@ -81,6 +81,7 @@ class _Scope:
     known: Mapping[str, ParameterSpec]
     method: str
     kind: str = "wide"  # or "model", or "base"
+    ignorable: bool = True  # whether mergekit ignores an unknown parameter there
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class MethodCheck:
                 if self.router is not None and self.router.base is BasePolicy.REQUIRED:
                     text = f"{self.router.name!r} of the routers needs the base: list {base} too"
                     yield Fault(place, text)
-            elif shared_range(entry) is None:
+            elif shared_range(entry.sources) is None:
                 text = f"the sources have different layer ranges: list {base} with its own as well"
                 yield Fault(place, text)
 
@@ -180,23 +181,23 @@ class MethodCheck:
             if name not in scope.known and repr(known) in did_you_mean(name, scope.known)
         }
 
-    def _scopes(self) -> Iterator[_Scope]:
+    def _scopes(self) -> Iterator[Scope]:
         prefix, body = body_prefix(self.config), self.config.body
         known, method = self._known(), self.schema.name
-        yield _Scope(("parameters",), self.config.parameters, known, method)
+        yield Scope(("parameters",), self.config.parameters, known, method)
         if prefix:
-            yield _Scope((*prefix, "parameters"), body.parameters, known, method)
+            yield Scope((*prefix, "parameters"), body.parameters, known, method)
         for i, slice_entry in enumerate(body.slices or ()):
             path: Path = (*prefix, "slices", i, "parameters")
-            yield _Scope(path, slice_entry.parameters, known, method)
+            yield Scope(path, slice_entry.parameters, known, method)
         for place, entry in entries(body):
             kind = "base" if self._is_base(place, entry.model) else "model"
             path = (*prefix, *place, "parameters")
-            yield _Scope(path, entry.parameters, known, method, kind)
+            yield Scope(path, entry.parameters, known, method, kind)
         if self.config.router is not None and self.router is not None:
             own = {spec.name: spec for spec in self.router.parameters}
             path = ("router", "parameters")
-            yield _Scope(path, self.config.router.parameters, own, self.router.name)
+            yield Scope(path, self.config.router.parameters, own, self.router.name)
 
     def _known(self) -> dict[str, ParameterSpec]:
         """Return the method's parameters, and per-model ones that the router's method adds."""
@@ -210,21 +211,17 @@ class MethodCheck:
             base = entry.base_model or base
         return model == base and self.schema.base is not BasePolicy.MEMBER
 
-    def _scope_faults(self, scope: _Scope) -> Iterator[Fault]:
+    def _scope_faults(self, scope: Scope) -> Iterator[Fault]:
         for name, value in scope.values.items():
             spec, path = scope.known.get(name), (*scope.path, name)
-            if spec is None:
-                close = did_you_mean(name, scope.known)
-                taken = f"; {scope.method!r} takes: {listed(scope.known)}"
-                yield Fault(path, f"unknown parameter{close or taken}", True)
-            elif scope.kind == "model" and not spec.per_model:
+            if spec is not None and scope.kind == "model" and not spec.per_model:
                 text = (
                     f"{name} is a parameter of the whole method and has no effect under a model "
                     "(mergekit ignores it): move it to the top `parameters:`"
                 )
                 yield Fault(path, text, True)
             else:
-                yield from value_faults(path, value, spec)
+                yield from parameter_faults(path, value, scope)
 
     def required(self, merge: NormalisedMerge, known: Container[str] = ()) -> Iterator[Fault]:
         """Report parameters without a default that no scope sets, except those in `known`."""
@@ -277,8 +274,14 @@ def _needs(schema: MethodSchema) -> str:
     return f"{number} {'model' if number == '1' else 'models'}{besides}"
 
 
-def value_faults(path: Path, value: ParameterValue, spec: ParameterSpec) -> Iterator[Fault]:
-    """Report faults of a parameter's value, each at its own path."""
+def parameter_faults(path: Path, value: ParameterValue, scope: Scope) -> Iterator[Fault]:
+    """Report an unknown parameter, or faults of its value, each at its own path."""
+    spec = scope.known.get(str(path[-1]))
+    if spec is None:
+        close = did_you_mean(str(path[-1]), scope.known)
+        taken = f"; {scope.method!r} takes: {listed(scope.known)}"
+        yield Fault(path, f"unknown parameter{close or taken}", scope.ignorable)
+        return
     for place, leaf in leaves(value):
         text = spec.fault(leaf)
         if text is not None:

@@ -15,11 +15,12 @@ from typing import Any, Final
 from moemerge.config.checks import (
     ConfigFilter,
     MethodCheck,
+    Scope,
     body_prefix,
     method_faults,
     normalised_for_checks,
+    parameter_faults,
     slice_faults,
-    value_faults,
 )
 from moemerge.config.coefficients import (
     WEIGHT,
@@ -47,7 +48,7 @@ from moemerge.config.resolve import (
     reference_faults,
     with_models,
 )
-from moemerge.config.schema import REPAIRS, RunConfig, WrapEntry, kept_faults
+from moemerge.config.schema import REPAIRS, RunConfig, kept_faults
 from moemerge.config.yaml_lines import Document, read_document
 from moemerge.data.settings import files_of
 from moemerge.registry import did_you_mean
@@ -291,7 +292,10 @@ def wrap_faults(
             continue
         if any(entry.wrapper == other.wrapper for other in (config.wrap or ())[:i]):
             yield Fault(place, f"{entry.wrapper!r} is listed twice")
-        yield from _parameters(place, entry, schema)
+        known = {spec.name: spec for spec in schema.parameters}
+        scope = Scope((*place, "parameters"), entry.parameters, known, schema.name, ignorable=False)
+        for name, value in scope.values.items():
+            yield from parameter_faults((*scope.path, name), value, scope)
         if method is not None:
             yield from _unfit(place, method, schema)
     if config.wrap and method is not None and method.base is BasePolicy.MEMBER:
@@ -304,17 +308,6 @@ def wrap_faults(
 def _sliced_bases(config: RunConfig) -> bool:
     slices = config.body.slices or ()
     return bool(slices) and all(entry.base_model is not None for entry in slices)
-
-
-def _parameters(place: Path, entry: WrapEntry, schema: WrapperSchema) -> Iterator[Fault]:
-    known = {spec.name: spec for spec in schema.parameters}
-    for name, value in entry.parameters.items():
-        path = (*place, "parameters", name)
-        if name in known:
-            yield from value_faults(path, value, known[name])
-        else:
-            close = did_you_mean(name, known) or f"; {schema.name!r} takes: {listed(known)}"
-            yield Fault(path, f"unknown parameter{close}")
 
 
 def _unfit(place: Path, method: MethodSchema, schema: WrapperSchema) -> Iterator[Fault]:

@@ -106,16 +106,3 @@ class WrapperSchema(MethodSchema):
     """Everything that a config must know about a wrapper; its `statistics` are the base's."""
 
     turns: bool = False  # the method inside sees other coordinates than the weights'
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        summary: str,
-        parameters: tuple[ParameterSpec, ...],
-        statistics: StatisticsKind | None = None,
-        *,
-        turns: bool = False,
-    ) -> WrapperSchema:
-        base = BasePolicy.REQUIRED
-        return cls(name, summary, base, 1, None, parameters, statistics, turns=turns)

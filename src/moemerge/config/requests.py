@@ -6,7 +6,7 @@ Statistics of a model are read from its files, or computed during the merge from
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moemerge.collecting.settings import CollectingSettings
@@ -128,24 +128,32 @@ def _unpaired(config: RunConfig, repair: Repair, block: RepairBlock) -> list[Fau
     if data is None:
         text = f"needs `data`, the text that {repair.text_use} each of: {listed(sources)}"
         return [Fault((repair.key,), text)]
-    faults = []
     missing = [name for name in sources if name not in data]
-    for name in data:
-        if name in sources or name in optional:
-            continue
-        known = {**sources, **optional}
-        faults.append(Fault((*place, name), _no_model(name, known, missing)))
-        close = [m for m in missing if repr(m) in did_you_mean(name, missing)]
-        missing = [m for m in missing if m not in close]
+    strays = _strays(data, {**sources, **optional}, missing)
+    faults = [Fault((*place, name), text) for name, text in strays]
     if missing:
         text = f"no data for {listed(missing)}; every source needs text under its own name"
         faults.append(Fault(place, text))
     return faults
 
 
-def _no_model(name: str, models: Mapping[str, ModelRef], likely: list[str] | None = None) -> str:
-    close = did_you_mean(name, likely or models) or did_you_mean(name, models)
+def _no_model(name: str, models: Iterable[str], likely: Sequence[str] = ()) -> str:
+    close = did_you_mean(name, likely) or did_you_mean(name, models)
     return f"no model is called {name!r}{close or '; known: ' + listed(models)}"
+
+
+def _strays(
+    given: Iterable[str], known: Collection[str], missing: list[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield each name that is not known, with a message.
+
+    `missing` are known names that were not given. Those that were probably misspelt are removed.
+    """
+    for name in given:
+        if name not in known:
+            yield name, _no_model(name, known, missing)
+            close = did_you_mean(name, missing)
+            missing[:] = [m for m in missing if repr(m) not in close]
 
 
 @dataclass(frozen=True)
@@ -224,12 +232,10 @@ def statistics_faults(config: RunConfig, merge: NormalisedMerge) -> Iterator[Fau
         text = "has no effect: every model's statistics are saved ones"
         yield Fault(("collecting",), text, True)
     missing = [name for name in needs if name not in (files or {}) and name not in data]
-    for name in files or {}:
-        if name in needs:
-            continue
-        yield Fault(("statistics", name), _unknown(name, merge, needs, missing))
-        close = [m for m in missing if repr(m) in did_you_mean(name, missing)]
-        missing = [m for m in missing if m not in close]
+    for name, text in _strays(files or {}, needs, missing):
+        if name in merge.models:
+            text = f"{name!r} is not merged by {merge.schema.name!r} and needs none: remove it"
+        yield Fault(("statistics", name), text)
     if missing:
         yield from _lacking(config, merge, missing)
 
@@ -292,12 +298,3 @@ def _lacking(config: RunConfig, merge: NormalisedMerge, missing: list[str]) -> I
             if block.data is not None:
                 text += f"; the data of `{key}` serves both when it is moved to the top"
         yield Fault(need.place, text)
-
-
-def _unknown(
-    name: str, merge: NormalisedMerge, needs: Mapping[str, object], missing: list[str]
-) -> str:
-    if name in merge.models:
-        return f"{name!r} is not merged by {merge.schema.name!r} and needs none: remove it"
-    close = did_you_mean(name, missing or needs) or did_you_mean(name, needs)
-    return f"no model is called {name!r}{close or '; known: ' + listed(needs)}"

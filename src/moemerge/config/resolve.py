@@ -7,7 +7,7 @@ when `models` lacks it); for a method that takes differences to it, it stands ap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from moemerge.config.schema import (
     ModelEntry,
     RouterSettings,
     RunConfig,
-    SliceEntry,
+    SliceSource,
     TokenizerSettings,
     TokenSource,
 )
@@ -268,33 +268,28 @@ def _slices(
     config: RunConfig, policy: BasePolicy, names: Mapping[ModelRef, str]
 ) -> Iterator[MergeSlice]:
     body, apart = config.body, policy is not BasePolicy.MEMBER
+    groups: list[tuple[Sequence[ModelEntry], ModelRef | None, Values]] = [
+        (entry.sources, entry.base_model or config.base_model, entry.parameters)
+        for entry in body.slices or ()
+    ]
     if body.models is not None:
-        models = [SliceModel(e.model, names[e.model], None, e.parameters) for e in body.models]
-        base = config.base_model
-        if base is not None and all(m.model != base for m in models):
-            models.append(SliceModel(base, names[base], None, {}))
-        yield _merge_slice(models, base, {}, apart=apart)
-    for entry in body.slices or ():
-        models = [
-            SliceModel(s.model, names[s.model], s.layer_range, s.parameters) for s in entry.sources
-        ]
-        base = entry.base_model or config.base_model
-        if apart and base is not None and all(m.model != base for m in models):
-            shared = shared_range(entry)  # checked: without one, the base must be listed
-            models.append(SliceModel(base, names[base], shared, {}))
-        yield _merge_slice(models, base, entry.parameters, apart=apart)
+        groups.append((body.models, config.base_model, {}))
+    for sources, base, parameters in groups:
+        models = [SliceModel(s.model, names[s.model], _range(s), s.parameters) for s in sources]
+        added = base is not None and (apart or body.models is not None)
+        if base is not None and added and all(m.model != base for m in models):
+            # Without a shared range, the base must be listed; this was checked.
+            models.append(SliceModel(base, names[base], shared_range(sources), {}))
+        own = next((m for m in models if m.model == base), None) if apart else None
+        inputs = tuple(m for m in models if own is None or m.model != base)
+        yield MergeSlice(inputs, own, parameters, base)
 
 
-def shared_range(entry: SliceEntry) -> tuple[int, int] | None:
+def _range(source: ModelEntry) -> tuple[int, int] | None:
+    return source.layer_range if isinstance(source, SliceSource) else None
+
+
+def shared_range(sources: Iterable[ModelEntry]) -> tuple[int, int] | None:
     """Return the layer range of a slice's sources if all have the same."""
-    ranges = {source.layer_range for source in entry.sources}
-    return next(iter(ranges)) if len(ranges) == 1 else None
-
-
-def _merge_slice(
-    models: Sequence[SliceModel], base: ModelRef | None, parameters: Values, *, apart: bool
-) -> MergeSlice:
-    if base is None or not apart:
-        return MergeSlice(tuple(models), None, parameters, base)
-    inputs = tuple(m for m in models if m.model != base)
-    return MergeSlice(inputs, next(m for m in models if m.model == base), parameters, base)
+    ranges = {_range(source) for source in sources}
+    return ranges.pop() if len(ranges) == 1 else None

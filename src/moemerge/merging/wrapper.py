@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from moemerge.config.parameters import StatisticsKind, WrapperSchema
+from moemerge.config.parameters import BasePolicy, StatisticsKind, WrapperSchema
 from moemerge.errors import UsageError
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, param, parameter_specs
 from moemerge.merging.methods._spectra import Spectrum
@@ -69,7 +69,8 @@ def merge_wrapper(
         if not summary:
             raise UsageError(f"wrapper {name!r} needs a docstring: its first line is shown")
         specs = tuple(parameter_specs(options, per_model=False))
-        schema = WrapperSchema.of(name, summary, specs, statistics, turns=turns)
+        base = BasePolicy.REQUIRED
+        schema = WrapperSchema(name, summary, base, 1, None, specs, statistics, turns=turns)
         WRAPPERS.add(name, MergeWrapper(schema, function, options))
         return function
 
