@@ -61,19 +61,16 @@ FLOAT32_MAX: Final = 3.4028234663852886e38
 _BASE_CHANGING_INITS: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-@dataclass(frozen=True)
-class LoraSettings:
+class LoraSettings(AdapterDocument):
     """What `adapter_config.json` states about the merged weight."""
 
-    document: AdapterDocument
-
     def rank_of(self, key: str) -> int:
-        return int(_by_pattern(self.document.rank_pattern, key, self.document.r))
+        return int(_by_pattern(self.rank_pattern, key, self.r))
 
     def scaling_of(self, key: str) -> float:
-        document, rank = self.document, self.rank_of(key)
-        alpha = float(_by_pattern(document.alpha_pattern, key, document.lora_alpha))
-        scaling = alpha / (math.sqrt(rank) if document.use_rslora else rank)
+        rank = self.rank_of(key)
+        alpha = float(_by_pattern(self.alpha_pattern, key, self.lora_alpha))
+        scaling = alpha / (math.sqrt(rank) if self.use_rslora else rank)
         if abs(scaling) > FLOAT32_MAX:
             raise CheckpointError(
                 f"the adapter's lora_alpha of {alpha:g} for {key} is beyond float32",
@@ -85,7 +82,7 @@ class LoraSettings:
         """Return the parameters of a module that `target_parameters` names, in declared order."""
         names = {
             target.rpartition(".")[2]
-            for target in self.document.target_parameters or ()
+            for target in self.target_parameters or ()
             for owner in [target.rpartition(".")[0]]
             if module == owner or module.endswith(f".{owner}") or not owner
         }
@@ -175,11 +172,10 @@ def _settings(config: Mapping[str, Any], path: Path) -> LoraSettings:
             hint="save it with path_initial_model_for_weight_conversion, or merge it with peft",
         )
     hint = "use the file that peft's save_pretrained wrote"
-    document = parse_document(AdapterDocument, config, str(path), hint)
-    patterns = {**(document.rank_pattern or {}), **(document.alpha_pattern or {})}
-    for pattern in patterns:
+    settings = parse_document(LoraSettings, config, str(path), hint)
+    for pattern in {**(settings.rank_pattern or {}), **(settings.alpha_pattern or {})}:
         _check_pattern(pattern, path)
-    return LoraSettings(document)
+    return settings
 
 
 def _check_pattern(pattern: str, path: Path) -> None:
@@ -245,7 +241,7 @@ def _pair(adapter: Adapter, parameter: str, parts: Mapping[str, str]) -> LoraPai
             "other half of the pair",
             hint="the adapter is incomplete; save it again",
         )
-    if adapter.settings.document.use_dora and parts.get("lora_magnitude_vector") is None:
+    if adapter.settings.use_dora and parts.get("lora_magnitude_vector") is None:
         raise CheckpointError(
             f"{adapter.file.path} has no magnitudes of {parameter}, although use_dora is set",
             hint="the adapter is incomplete; save it again",

@@ -8,15 +8,14 @@ product to W's dtype first, so the two may differ by one rounding step of W's dt
 from __future__ import annotations
 
 import re
-import threading
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from moemerge.checkpoint.adapter import Adapter, LoraPair
-from moemerge.checkpoint.folder import TensorFile
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.config.models import LORA_LAYOUTS
 from moemerge.errors import CheckpointError
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-CACHE_BYTES: Final = 256 * 2**20
+CACHED: Final = 8  # tensors of the adapter in memory: a stack reads them once per expert
 # Every version of PEFT reads stacks of these families as (experts, in, out).
 TRANSPOSED_STACKS: Final = frozenset({"gpt_oss", "aria", "aria_text", "openai_privacy_filter"})
 
@@ -58,23 +57,7 @@ class Place:
     transposed: bool | None = None
 
 
-class _Factors:
-    """Adapter tensors with a cache of the last used; a stack reads them once per expert."""
-
-    def __init__(self, file: TensorFile) -> None:
-        self._file = file
-        self._cache: OrderedDict[str, Tensor] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __call__(self, name: str) -> Tensor:
-        with self._lock:
-            tensor = self._cache.pop(name, None)
-            if tensor is None:
-                tensor = self._file.read(name)
-            self._cache[name] = tensor
-            while sum(t.nbytes for t in self._cache.values()) > CACHE_BYTES:
-                self._cache.popitem(last=False)
-        return tensor
+_Factors = Callable[[str], "Tensor"]  # reads a tensor of the adapter
 
 
 @dataclass(frozen=True)
@@ -142,7 +125,7 @@ class LoraChanges:
         self._config = config
         self._tensors = tensors
         self._shapes = adapter.file.tensors
-        self._factors = _Factors(adapter.file)
+        self._factors = lru_cache(CACHED)(adapter.file.read)
         self._updates: dict[str, list[_Update]] = defaultdict(list)
         self._biases: dict[str, list[LoraPair]] = defaultdict(list)
         self._replaced: dict[str, str] = {}
@@ -254,11 +237,11 @@ class LoraChanges:
         PEFT's order is by rank and is not stated. Unsloth grouped them by expert until September
         2026 without a statement; it states the order since.
         """
-        own = self._adapter.settings.document.lora_B_layout
+        own = self._adapter.settings.lora_B_layout
         order = next((word for word in stated if word in LORA_LAYOUTS[0]), own)
         if order is not None:
             return order == "grouped_by_expert"
-        if "unsloth_fixed" in (self._adapter.settings.document.auto_mapping or {}):
+        if "unsloth_fixed" in (self._adapter.settings.auto_mapping or {}):
             raise CheckpointError(
                 f"the adapter {self._adapter.path} changes stacked experts and was written by "
                 "Unsloth, but has no lora_B_layout: lora_B may be in either of two orders",
@@ -286,7 +269,7 @@ class LoraChanges:
             return fits == [True]
         if self._config.get("model_type") in TRANSPOSED_STACKS:
             return True
-        version = _release(self._adapter.settings.document.peft_version)
+        version = _release(self._adapter.settings.peft_version)
         if version is not None:
             return version < _OUT_IN_SINCE
         raise CheckpointError(
@@ -359,7 +342,7 @@ class LoraChanges:
         if pair.embedding:  # A is (rank, vocabulary), B is (width, rank)
             return (True,)
         if all(place.row is None for place in self._places(pair.parameter, None, 1)):
-            return (self._adapter.settings.document.fan_in_fan_out,)
+            return (self._adapter.settings.fan_in_fan_out,)
         transposed = self._config.get("model_type") in TRANSPOSED_STACKS
         return (transposed, not transposed)
 
