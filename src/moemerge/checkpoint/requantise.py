@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,43 +55,28 @@ class RoundingErrors:
     """Rounding errors by format. Thread-safe."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Rounding] = {}
-        self._tensors: Counter[str] = Counter()
+        self.sums: dict[str, Rounding] = {}
         self._lock = threading.Lock()
 
     def encode(
         self, info: QuantisedInfo, source: Checkpoint, block: Tensor, row: int
     ) -> Iterator[Written]:
         """Yield the parts of a block of rows; `source` is the model with the stored format."""
-        rounding = Rounding()
+        rounding = Rounding(tensors=int(row == 0))
         yield from info.encode(source.stored, block, row, rounding)
+        self.add({info.stored_as: rounding})
+
+    def add(self, sums: Mapping[str, Rounding]) -> None:
+        """Add the errors of another tensor or process."""
         with self._lock:
-            total = self._sums.setdefault(info.stored_as, Rounding())
-            total.error += rounding.error
-            total.size += rounding.size
-            self._tensors[info.stored_as] += row == 0
-
-    @property
-    def sums(self) -> dict[str, tuple[float, float, int]]:
-        """Return, by format, Σ(x − x̂)², Σx² and the number of tensors."""
-        return {
-            name: (rounding.error, rounding.size, self._tensors[name])
-            for name, rounding in self._sums.items()
-        }
-
-    def add(self, sums: Mapping[str, tuple[float, float, int]]) -> None:
-        """Add the sums of another process."""
-        for name, (error, size, tensors) in sums.items():
-            total = self._sums.setdefault(name, Rounding())
-            total.error += error
-            total.size += size
-            self._tensors[name] += tensors
+            for name, rounding in sums.items():
+                self.sums.setdefault(name, Rounding()).add(rounding)
 
     def to_json(self) -> dict[str, Any]:
         """Return, by format, the number of tensors and their √(Σ(x − x̂)² / Σx²)."""
         return {
-            name: {"tensors": self._tensors[name], "relative_error": rounding.relative}
-            for name, rounding in sorted(self._sums.items())
+            name: {"tensors": rounding.tensors, "relative_error": rounding.relative}
+            for name, rounding in sorted(self.sums.items())
         }
 
 

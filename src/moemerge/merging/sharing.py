@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moemerge.checkpoint import CheckpointWriter, parse_size
+from moemerge.checkpoint.quantised.tensor import Rounding
 from moemerge.checkpoint.requantise import QuantisingWriter, stored_tensors
 from moemerge.config.settings import MergeSettings
 from moemerge.merging.execute import MergeOutcome
@@ -69,7 +70,7 @@ class _RankResult:
     written: Sequence[str]
     remarks: Sequence[tuple[str, Remark, Facts]]
     noted: Mapping[str, Sequence[str]]
-    rounding: Mapping[str, tuple[float, float, int]]
+    rounding: Mapping[str, Rounding]
 
 
 def gather_results(

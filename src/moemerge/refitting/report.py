@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moemerge.checkpoint.quantised.tensor import Rounding
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.report import RepairReport
 from moemerge.refitting.least_squares import Fit
@@ -125,19 +126,18 @@ def quantised_json(fits: Sequence[Fit]) -> dict[str, Any]:
     }
 
 
-def with_fits(
-    sums: Mapping[str, tuple[float, float, int]], layers: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def with_fits(sums: Mapping[str, Rounding], layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the errors of quantising, by format: of weights, and of the maps' outputs.
 
     `sums` are those of writing, of which most tensors were already rounded after their fit.
     """
     rows = [row["quantised"] for layer in layers for row in layer["maps"] if "quantised" in row]
     found: dict[str, Any] = {}
-    for name, (error, size, tensors) in sums.items():
+    for name, written in sums.items():
         own = [row for row in rows if row["format"] == name]
-        total = error + math.fsum(row["squared_error"] for row in own)
-        found[name] = {"tensors": tensors, "relative_error": math.sqrt(total / size) if size else 0}
+        error = written.error + math.fsum(row["squared_error"] for row in own)
+        relative = math.sqrt(error / written.size) if written.size else 0
+        found[name] = {"tensors": written.tensors, "relative_error": relative}
         before = math.fsum(row["error_before"] for row in own)
         if before:
             found[name]["error_left"] = {

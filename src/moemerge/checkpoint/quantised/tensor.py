@@ -46,6 +46,12 @@ class Rounding:
 
     error: float = 0.0
     size: float = 0.0
+    tensors: int = 0
+
+    def add(self, other: Rounding) -> None:
+        self.error += other.error
+        self.size += other.size
+        self.tensors += other.tensors
 
     @property
     def relative(self) -> float:
