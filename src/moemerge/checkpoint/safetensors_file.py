@@ -146,6 +146,10 @@ def _open(path: Path) -> int:
 _HEADERS: weakref.WeakValueDictionary[tuple[bytes, int], FileHeader] = weakref.WeakValueDictionary()
 
 
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {what}", hint=REPLACE_FILE)
+
+
 def read_header(fd: int, size: int, path: Path) -> FileHeader:
     """Parse and check the header of an open file of `size` bytes."""
     raw = os.pread(fd, _header_length(fd, size, path), LENGTH_BYTES)
@@ -163,20 +167,19 @@ def _parse_header(raw: bytes, size: int, path: Path) -> FileHeader:
             hint="save the model in several shards",
         )
     try:
-        header = json.loads(raw.decode("utf-8"))
-        if b"\\" in raw or raw.count(b'"') != _expected_quotes(header):
-            header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        if b"\\" in raw:
             json.dumps(header, ensure_ascii=False).encode()  # fails for lone surrogates
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: the header is not valid JSON: {error}", hint=REPLACE_FILE
-        ) from error
+        raise _damaged(path, f"the header is not valid JSON: {error}") from error
     if not isinstance(header, dict):
-        raise CheckpointError(
-            f"{path}: the header is a JSON {type(header).__name__}, expected an object",
-            hint=REPLACE_FILE,
-        )
-    metadata = _metadata(header.pop(METADATA, {}), path)
+        kind = type(header).__name__
+        raise _damaged(path, f"the header is a JSON {kind}, expected an object")
+    metadata = header.pop(METADATA, {})
+    texts = metadata.values() if isinstance(metadata, dict) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        got = str(metadata)[:80]
+        raise _damaged(path, f"{METADATA} must map strings to strings, got {got}")
     start = LENGTH_BYTES + len(raw)
     known: dict[tuple[str | int, ...], TensorInfo] = {}
     entries = [_entry(name, entry, path, known) for name, entry in header.items()]
@@ -191,32 +194,18 @@ def _parse_header(raw: bytes, size: int, path: Path) -> FileHeader:
 
 def _header_length(fd: int, size: int, path: Path) -> int:
     if size < LENGTH_BYTES:
-        raise CheckpointError(
-            f"{path} has {size} bytes, too few for a safetensors header", hint=REPLACE_FILE
-        )
+        raise _damaged(path, f"it has {size} bytes, too few for a safetensors header")
     (length,) = struct.unpack("<Q", os.pread(fd, LENGTH_BYTES, 0))
     if length > size - LENGTH_BYTES:
-        raise CheckpointError(
-            f"{path}: the header claims {length} bytes, but only {size - LENGTH_BYTES} follow; "
-            "it is truncated or not a safetensors file (a Git LFS pointer, perhaps)",
-            hint=REPLACE_FILE,
+        raise _damaged(
+            path,
+            f"the header claims {length} bytes, but only {size - LENGTH_BYTES} follow; it is "
+            "truncated or not a safetensors file (a Git LFS pointer, perhaps)",
         )
     if length > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"{path}: the header claims {length} bytes, at most {MAX_HEADER_BYTES} are allowed",
-            hint=REPLACE_FILE,
-        )
+        most = f"at most {MAX_HEADER_BYTES} are allowed"
+        raise _damaged(path, f"the header claims {length} bytes, {most}")
     return int(length)
-
-
-def _expected_quotes(header: object) -> int:
-    """Return the quotation marks of an ordinary header in which no name occurs twice."""
-    if not isinstance(header, dict):
-        return 0
-    metadata = header.get(METADATA)
-    if not isinstance(metadata, dict):
-        return 10 * len(header)  # a name, three keys and a dtype for each tensor
-    return 10 * (len(header) - 1) + 2 + 4 * len(metadata)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -228,14 +217,6 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _metadata(value: object, path: Path) -> Mapping[str, str]:
-    if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
-        return value
-    raise CheckpointError(
-        f"{path}: {METADATA} must map strings to strings, got {str(value)[:80]}", hint=REPLACE_FILE
-    )
-
-
 def _entry(
     name: str, entry: object, path: Path, known: dict[tuple[str | int, ...], TensorInfo]
 ) -> tuple[TensorInfo, int, int]:
@@ -244,10 +225,10 @@ def _entry(
     `known` has a checked tensor of each dtype and shape, because thousands of tensors share a few.
     """
     if not isinstance(entry, dict) or not entry.keys() >= _ENTRY:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} has the header entry {str(entry)[:80]}, "
-            "expected dtype, shape and data_offsets",
-            hint=REPLACE_FILE,
+        raise _damaged(
+            path,
+            f"tensor {name!r} has the header entry {str(entry)[:80]}, expected dtype, shape and "
+            "data_offsets",
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_OF:
@@ -256,46 +237,39 @@ def _entry(
             hint=f"readable: {', '.join(DTYPE_OF)}; save the model in one of these",
         )
     if len(name) > MAX_NAME_LENGTH:
-        raise CheckpointError(
-            f"{path}: a tensor's name has {len(name)} characters ({name[:40]!r}...), at most "
-            f"{MAX_NAME_LENGTH} are allowed",
-            hint=REPLACE_FILE,
-        )
+        long = f"a tensor's name has {len(name)} characters ({name[:40]!r}...)"
+        raise _damaged(path, f"{long}, at most {MAX_NAME_LENGTH} are allowed")
     are_lists = type(shape) is list and type(offsets) is list and len(offsets) == 2
     # `type` because a bool is an int
     if not are_lists or {*map(type, shape), *map(type, offsets)} != _INT:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}, "
-            "expected lists of non-negative integers, two of them for the offsets",
-            hint=REPLACE_FILE,
+        raise _damaged(
+            path,
+            f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}, expected lists of "
+            "non-negative integers, two of them for the offsets",
         )
     like = known.get((dtype, *shape))
     if like is None:
         like = known[dtype, *shape] = _first_of_kind(name, dtype, shape, path)
     begin, end = offsets
     if end - begin != like.nbytes:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} of shape {shape} and dtype {dtype} needs {like.nbytes} "
-            f"bytes, but its offsets {begin}:{end} hold {end - begin}",
-            hint=REPLACE_FILE,
+        raise _damaged(
+            path,
+            f"tensor {name!r} of shape {shape} and dtype {dtype} needs {like.nbytes} bytes, but "
+            f"its offsets {begin}:{end} hold {end - begin}",
         )
     return TensorInfo(name, like.dtype, like.shape, like.nbytes), begin, end
 
 
 def _first_of_kind(name: str, dtype: str, shape: list[int], path: Path) -> TensorInfo:
-    if min(shape, default=0) < 0 or not _is_countable(shape):
-        raise CheckpointError(
-            f"{path}: tensor {name!r} has shape {shape!r}, expected non-negative axes that "
-            f"multiply to at most {MOST_ELEMENTS} elements",
-            hint=REPLACE_FILE,
+    # torch counts the elements even if an axis of length zero hides them.
+    if min(shape, default=0) < 0 or math.prod(axis or 1 for axis in shape) > MOST_ELEMENTS:
+        raise _damaged(
+            path,
+            f"tensor {name!r} has shape {shape!r}, expected non-negative axes that multiply to at "
+            f"most {MOST_ELEMENTS} elements",
         )
     kind = DTYPE_OF[dtype]
     return TensorInfo.of(name, kind, [*shape[:-1], shape[-1] // kind.pack] if shape else [])
-
-
-def _is_countable(shape: list[int]) -> bool:
-    """Return whether torch can count the elements, even if an axis of length zero hides them."""
-    return math.prod(value or 1 for value in shape) <= MOST_ELEMENTS
 
 
 def _check_coverage(
@@ -306,23 +280,18 @@ def _check_coverage(
     for info, begin, end in entries:
         if begin != expected:
             kind = "overlaps the one before" if begin < expected else "leaves a gap before it"
-            raise CheckpointError(
-                f"{path}: tensor {info.name!r} {kind}: it begins at byte {begin}, "
-                f"expected {expected}",
-                hint=REPLACE_FILE,
-            )
+            where = f"it begins at byte {begin}, expected {expected}"
+            raise _damaged(path, f"tensor {info.name!r} {kind}: {where}")
         if end > data_bytes:
-            raise CheckpointError(
-                f"{path}: tensor {info.name!r} ends at byte {end} of the data, "
-                f"but the file holds {data_bytes}; it is truncated",
-                hint=REPLACE_FILE,
+            raise _damaged(
+                path,
+                f"tensor {info.name!r} ends at byte {end} of the data, but the file holds "
+                f"{data_bytes}; it is truncated",
             )
         expected = end
     if expected != data_bytes:
-        raise CheckpointError(
-            f"{path}: {data_bytes - expected} bytes after the last tensor belong to none",
-            hint=REPLACE_FILE,
-        )
+        rest = data_bytes - expected
+        raise _damaged(path, f"{rest} bytes after the last tensor belong to none")
 
 
 def build_header(infos: Sequence[TensorInfo]) -> tuple[bytes, dict[str, int]]:
