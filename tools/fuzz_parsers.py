@@ -108,7 +108,7 @@ class Parsers:
         self._file = folder / "input"
         self._descriptor = os.memfd_create("header")
         files, _ = open_folder(folder / "code")
-        self._shapes = files[0].tensors
+        self._shapes = next(iter(files.values())).tensors
         self._journal = folder / ".out.journal"
         written = Journal(folder / "out", KEY)
         weight = torch.arange(8, dtype=torch.float32).reshape(4, 2)
@@ -130,7 +130,7 @@ class Parsers:
     def index(self, data: bytes) -> None:
         (self.folder / "math/model.safetensors.index.json").write_bytes(data)
         files, _ = open_folder(self.folder / "math")
-        for opened in files:
+        for opened in files.values():
             opened.close()
 
     def adapter(self, data: bytes) -> None:

@@ -5,21 +5,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Final
-from weakref import WeakValueDictionary
 
 from moemerge.checkpoint.pickled import PickledFile
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
-from moemerge.runtime.files import parse_object, read_utf8
+from moemerge.runtime.files import read_object
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -50,56 +47,33 @@ def open_file(path: Path) -> TensorFile:
     return SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
 
 
-@dataclass(frozen=True, eq=False)
-class WeightIndex:
-    """A checked index: the file name of each tensor, and all of them."""
-
-    file_of: Mapping[str, str]
-    files: tuple[str, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Placement:
-    """The position of each tensor's file among a folder's files, and the bytes of all tensors."""
-
-    number_of: Mapping[str, int]
-    total_bytes: int
-    index: WeightIndex | None
-
-
-# In use. Fine-tunes of one model often have equal indexes and headers, which are then read once.
-_INDEXES: WeakValueDictionary[bytes, WeightIndex] = WeakValueDictionary()
-_PLACEMENTS: WeakValueDictionary[tuple[object, ...], Placement] = WeakValueDictionary()
-
-
-def open_folder(folder: Path) -> tuple[tuple[TensorFile, ...], Placement]:
-    """Open all weight files of a folder. Return them, and the file of each tensor."""
+def open_folder(folder: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
+    """Open all weight files of a folder. Return them, and the checked index, empty if none."""
     path = _index_path(folder)
-    index = None if path is None else _read_index(path)
-    names = _weight_files(folder) if index is None else index.files
+    index = {} if path is None else _read_index(path)
     files: dict[str, TensorFile] = {}
     try:
-        for name in names:
+        for name in sorted(set(index.values())) or _weight_files(folder):
             files[name] = open_file(folder / name)
-        headers = [file.header for file in files.values() if isinstance(file, SafetensorsFile)]
-        key = (index, *names, *headers)
-        placement = _PLACEMENTS.get(key) if len(headers) == len(names) else None
-        if placement is None:
-            placement = _place(files, index, path)
-            # A tensor in two files was compared, which headers do not replace.
-            if len(placement.number_of) == sum(len(file.tensors) for file in files.values()):
-                _PLACEMENTS[key] = placement
+        for name, place in index.items():
+            if name not in files[place].tensors:
+                raise CheckpointError(
+                    f"{path} places {name!r} in {place}, which does not hold it"
+                    f"{did_you_mean(name, files[place].tensors)}",
+                    hint="index and shards are of different models or versions; fetch both again",
+                )
     except BaseException:
         for file in files.values():
             file.close()
         raise
-    return tuple(files.values()), placement
+    return files, index
 
 
 def _index_path(folder: Path) -> Path | None:
     for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED_SINGLE)):
         if os.path.exists(folder / index):
-            if os.path.exists(folder / single) and single not in _read_index(folder / index).files:
+            both = os.path.exists(folder / single)
+            if both and single not in _read_index(folder / index).values():
                 raise CheckpointError(
                     f"{folder} holds {single} and also {index}, which does not name it; "
                     "it is unclear which of the two is the model",
@@ -146,18 +120,9 @@ def _check_numbering(folder: Path, names: Sequence[str]) -> None:
                 )
 
 
-def _read_index(path: Path) -> WeightIndex:
+def _read_index(path: Path) -> dict[str, str]:
     hint = "fetch the index again, or remove it if all weights are in one file"
-    text = read_utf8(path, hint)
-    key = hashlib.sha256(text.encode()).digest()
-    index = _INDEXES.get(key)
-    if index is None:
-        weight_map = parse_object(text, str(path), hint).get("weight_map")
-        index = _INDEXES[key] = _checked_index(weight_map, path, hint)
-    return index
-
-
-def _checked_index(weight_map: object, path: Path, hint: str) -> WeightIndex:
+    weight_map = read_object(path, hint).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"{path} has no weight_map that maps tensor names to files", hint=hint
@@ -177,7 +142,7 @@ def _checked_index(weight_map: object, path: Path, hint: str) -> WeightIndex:
                 hint=hint,
             )
         good.add(file)
-    return WeightIndex(weight_map, tuple(sorted(good)))
+    return weight_map
 
 
 def is_inside(name: str) -> bool:
@@ -196,26 +161,14 @@ def place_in(folder: Path, name: str, out: Path) -> Path:
     return path
 
 
-def _place(
-    files: Mapping[str, TensorFile], index: WeightIndex | None, path: Path | None
-) -> Placement:
-    """Find the file of each tensor. The index decides; tensors missing in it are added.
-
-    No tensor may be lost silently.
+def place_tensors(files: Mapping[str, TensorFile], index: Mapping[str, str]) -> dict[str, int]:
+    """Return the position of each tensor's file. The index decides; tensors missing in it are
+    added, so that none is lost silently.
     """
-    weight_map = {} if index is None else index.file_of
-    for name, place in weight_map.items():
-        if name not in files[place].tensors:
-            raise CheckpointError(
-                f"{path} places {name!r} in {place}, which does not hold it"
-                f"{did_you_mean(name, files[place].tensors)}",
-                hint="index and shards are of different models or versions; fetch both again",
-            )
     number_of: dict[str, int] = {}
-    total_bytes = 0
     for number, (file_name, file) in enumerate(files.items()):
-        for name, info in file.tensors.items():
-            place = weight_map.get(name, file_name)
+        for name in file.tensors:
+            place = index.get(name, file_name)
             if place != file_name:
                 _require_equal(name, files[place], file)
                 continue
@@ -226,8 +179,7 @@ def _place(
                     hint="the folder mixes two models; keep the files of one, or add an index",
                 )
             number_of[name] = number
-            total_bytes += info.nbytes
-    return Placement(number_of, total_bytes, index)
+    return number_of
 
 
 def _require_equal(name: str, first: TensorFile, second: TensorFile) -> None:
@@ -300,15 +252,17 @@ def is_companion(name: str) -> bool:
     return not is_weights(name) and any(fnmatch(name.lower(), pattern) for pattern in CARRIED)
 
 
-def companion_files(folder: Path) -> dict[str, Path]:
-    """Return the companion files by their name inside the folder, sorted."""
-    files = {p.name: p for p in copied_files(folder, folder, is_companion)}
+def companion_files(folder: Path, wanted: Callable[[str], bool] = is_companion) -> dict[str, Path]:
+    """Return the wanted files by their name inside the folder, sorted."""
+    files = {path.name: path for path in _copied_files(folder, folder, wanted)}
     for name in CARRIED_FOLDERS:
-        files |= folder_files(folder, name)
+        if os.path.isdir(folder / name):
+            inner = _copied_files(folder / name, folder, lambda _: True)
+            files |= {f"{name}/{path.name}": path for path in inner}
     return dict(sorted(files.items()))
 
 
-def copied_files(inner: Path, folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
+def _copied_files(inner: Path, folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
     """Return the wanted files directly in `inner`, the model's `folder` or a subfolder.
 
     A link that leaves the model is refused, because its target would be copied into an output that
@@ -328,11 +282,3 @@ def copied_files(inner: Path, folder: Path, wanted: Callable[[str], bool]) -> li
                 "itself if it is meant, else remove it",
             )
     return files
-
-
-def folder_files(folder: Path, name: str) -> dict[str, Path]:
-    """Return the plain files directly inside a subfolder, by their name relative to `folder`."""
-    inner = folder / name
-    if not os.path.isdir(inner):
-        return {}
-    return {f"{name}/{p.name}": p for p in copied_files(inner, folder, lambda _: True)}

@@ -54,9 +54,13 @@ def fetch(repo: str, revision: str | None, similar: str) -> Path:
     `similar` is a suggestion for the messages, in case the id was meant as a folder.
     """
     try:
-        folder = _download(repo, revision, "*.safetensors")
-        if not any(folder.glob("*.safetensors")):
-            folder = _download(repo, revision, "*.bin")
+        for weights in ("*.safetensors", "*.bin"):
+            patterns = [*SMALL_FILES, weights]
+            folder = _snapshot(
+                repo, revision=revision, allow_patterns=patterns, ignore_patterns=NEVER_FETCHED
+            )
+            if any(folder.glob(weights)):
+                break
     except GatedRepoError as error:
         raise CheckpointError(
             f"{repo} on the hub is gated",
@@ -84,14 +88,6 @@ def fetch(repo: str, revision: str | None, similar: str) -> Path:
             hint="check the connection and the disk of the hub cache (HF_HOME), then try again",
         ) from error
     return folder
-
-
-def _download(repo: str, revision: str | None, weights: str) -> Path:
-    """Download a snapshot with its weights."""
-    patterns = [*SMALL_FILES, weights]
-    return _snapshot(
-        repo, revision=revision, allow_patterns=patterns, ignore_patterns=NEVER_FETCHED
-    )
 
 
 def _snapshot(repo: str, **wanted: Any) -> Path:

@@ -103,15 +103,13 @@ def is_here(source: str, *, data: bool = False) -> bool:
     """Return whether a model, or text, is on this machine, including the hub cache."""
     if os.path.exists(os.path.expanduser(source)):
         return True
-    if data and (is_local(source) or _DATA_SET.fullmatch(source) is None):
+    match = _DATA_SET.fullmatch(source) if data else None
+    if data and (match is None or is_local(source)):
         return False
     from moemerge.checkpoint.hub import cached  # a slow import that files do not need
 
-    if not data:
+    if match is None:
         repo, _, revision = source.partition("@")
         return is_hub_id(repo) and cached(repo, revision or None) is not None
-    match = _DATA_SET.fullmatch(source)
-    assert match is not None  # otherwise it is local
-    return (
-        cached(match["repo"], match["revision"], data=match["files"] or TRAINING_FILES) is not None
-    )
+    files = match["files"] or TRAINING_FILES
+    return cached(match["repo"], match["revision"], data=files) is not None

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from moemerge.checkpoint.folder import CARRIED_FOLDERS, is_companion, is_weights
+from moemerge.checkpoint.folder import CARRIED_FOLDERS, is_companion, is_weights, place_in
 from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.runtime.checksums import add_checksums
 from moemerge.runtime.devices import free_disk
-from moemerge.runtime.files import lock_folder, sync_folder
+from moemerge.runtime.files import lock_folder, sync_folder, write_file
 from moemerge.runtime.outputs import check_name
 from moemerge.runtime.process import is_alive
 
@@ -255,6 +255,18 @@ class OutputFolder:
             if lock is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
+
+    def add_bytes(self, name: str, data: bytes) -> None:
+        """Write a small file, replacing one of that name."""
+        with writing(self.out):
+            write_file(place_in(self.path, name, self.out), data)
+
+    def add_file(self, source: Path, name: str | None = None) -> None:
+        """Copy a file under its own name or another, replacing one of that name."""
+        with writing(self.out):
+            path = place_in(self.path, name if name is not None else source.name, self.out)
+            path.unlink(missing_ok=True)
+            copy_file(source, path)
 
     def commit(self) -> None:
         """Add checksums to the report and rename into place.

@@ -12,16 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from moemerge.checkpoint.folder import (
-    CARRIED_FOLDERS,
-    INDEX,
-    PICKLED_INDEX,
-    TensorFile,
-    copied_files,
-    folder_files,
-    is_weights,
-    place_in,
-)
+from moemerge.checkpoint.folder import INDEX, TensorFile, companion_files, is_weights, place_in
 from moemerge.checkpoint.output import OutputFolder, copy_file, writing
 from moemerge.checkpoint.quantised.formats import FILE as QUANTISATION_FILE
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
@@ -31,7 +22,7 @@ from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import CheckpointError
-from moemerge.runtime.files import write_at, write_file
+from moemerge.runtime.files import write_at
 from moemerge.runtime.process import thread_pool
 
 if TYPE_CHECKING:
@@ -127,7 +118,7 @@ class CheckpointPatch:
         if info is None:
             self.source.file_of(name)  # raises, with a suggestion
         else:
-            _check_fits(info, tensor, row)
+            info.require_fit(tensor, row)
         if encoded is None:
             self._target.write(name, tensor, row)
             return
@@ -156,30 +147,14 @@ class CheckpointPatch:
         self.abort()
 
 
-def _check_fits(info: TensorInfo, tensor: Tensor, row: int) -> None:
-    stop = row + (tensor.shape[0] if tensor.dim() else 1)
-    shape = info.shape if not info.shape else info.block_shape((row, stop))
-    if tensor.dtype != info.dtype.torch or tuple(tensor.shape) != shape:
-        raise CheckpointError(
-            f"{info.name!r} is {list(info.shape)} {info.dtype}; it cannot take "
-            f"{list(tensor.shape)} {tensor.dtype} at row {row}",
-            hint="a patch keeps shapes and dtypes",
-        )
-
-
 def other_files(source: Checkpoint) -> dict[str, Path]:
     """Return all files of a model folder except weights and training states.
 
     Weights outside the index are stale and are excluded too.
     """
-
-    def wanted(name: str) -> bool:
-        return not name.startswith(".") and not is_weights(name)
-
-    files = {p.name: p for p in copied_files(source.path, source.path, wanted)}
-    for name in CARRIED_FOLDERS:
-        files |= folder_files(source.path, name)
-    return files
+    return companion_files(
+        source.path, lambda name: not name.startswith(".") and not is_weights(name)
+    )
 
 
 class _PatchedCopy:
@@ -205,8 +180,7 @@ class _PatchedCopy:
 
     def write(self, name: str, tensor: Tensor, row: int) -> None:
         file = self._source.file_of(name)
-        if not isinstance(file, SafetensorsFile):
-            raise AssertionError("a patched copy has safetensors files alone")
+        assert isinstance(file, SafetensorsFile)  # otherwise everything is rewritten
         data = as_bytes(tensor.detach().cpu().contiguous())
         with writing(self._out), self._lock:
             self._check_open()
@@ -258,16 +232,14 @@ class _PatchedCopy:
             raise CheckpointError(f"the output {self._out} was closed already")
 
     def add_bytes(self, filename: str, data: bytes) -> None:
-        with writing(self._out), self._lock:
+        with self._lock:
             self._check_open()
-            write_file(self._place(filename), data)
+            self._folder.add_bytes(filename, data)
 
     def add_file(self, source: Path, name: str | None) -> None:
-        with writing(self._out), self._lock:
+        with self._lock:
             self._check_open()
-            path = self._place(name if name is not None else source.name)
-            path.unlink(missing_ok=True)
-            copy_file(source, path)
+            self._folder.add_file(source, name)
 
     def commit(self) -> None:
         try:
@@ -321,15 +293,16 @@ class _PatchedCopy:
             self._copies.clear()
 
 
-class _Rewritten:
+class _Rewritten(CheckpointWriter):
     """Rewrites every tensor; those not replaced are read from the source on commit."""
+
+    copied = (0.0, 0)
 
     def __init__(
         self, source: Checkpoint, out: Path, *, overwrite: bool, inputs: Sequence[Path]
     ) -> None:
         self._source = source
-        self._added: set[str] = set()
-        self._writer = CheckpointWriter(
+        super().__init__(
             out,
             [TensorInfo.of(i.name, i.dtype, i.shape) for i in source.tensors.values()],
             shard_bytes=DEFAULT_SHARD_BYTES,
@@ -342,48 +315,30 @@ class _Rewritten:
 
     def poll(self) -> None: ...
 
-    @property
-    def copied(self) -> tuple[float, int]:
-        return 0.0, 0
-
-    def write(self, name: str, tensor: Tensor, row: int) -> None:
-        self._writer.write(name, tensor, row)
-
-    def add_bytes(self, filename: str, data: bytes) -> None:
-        self._added.add(filename)
-        self._writer.add_bytes(filename, data)
-
-    def add_file(self, source: Path, name: str | None) -> None:
-        self._added.add(name if name is not None else source.name)
-        self._writer.add_file(source, name)
-
     def commit(self) -> None:
         try:
-            for name, spans in self._writer.missing().items():
+            for name, spans in self.missing().items():
                 for start, stop in spans:
                     self._copy_rows(self._source.tensors[name], start, stop)
             # An adapter may change the vocabulary, and quantised tensors become floats.
-            if "config.json" not in self._added:
+            if not os.path.exists(self.folder / "config.json"):
                 config = json.dumps(self._source.config, indent=2) + "\n"
                 self.add_bytes("config.json", config.encode())
             files = {**other_files(self._source), **self._source.companions()}
             files.pop(QUANTISATION_FILE, None)  # OUT has floats
             for name, path in files.items():
-                if name not in self._added and name != PICKLED_INDEX:
-                    self._writer.add_file(path, name)
-            self._writer.commit()
+                if not os.path.exists(self.folder / name):
+                    self.add_file(path, name)
+            super().commit()
         except BaseException:
             self.abort()
             raise
 
     def _copy_rows(self, info: TensorInfo, start: int, stop: int) -> None:
         if not info.shape:
-            self._writer.write(info.name, self._source.read(info.name))
+            self.write(info.name, self._source.read(info.name))
             return
         step = max(1, _COPY_BLOCK_BYTES // max(1, info.row_bytes))
         for row in range(start, stop, step):
             block = self._source.read(info.name, (row, min(row + step, stop)))
-            self._writer.write(info.name, block, row)
-
-    def abort(self) -> None:
-        self._writer.abort()
+            self.write(info.name, block, row)

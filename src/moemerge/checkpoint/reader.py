@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
 from moemerge.checkpoint.adapter import open_adapter
-from moemerge.checkpoint.folder import TensorFile, companion_files, config_hint, open_folder
+from moemerge.checkpoint.folder import (
+    TensorFile,
+    companion_files,
+    config_hint,
+    open_folder,
+    place_tensors,
+)
 from moemerge.checkpoint.locate import locate
 from moemerge.checkpoint.lora import LoraChanges
 from moemerge.checkpoint.quantised.formats import section_of
@@ -43,6 +49,8 @@ SAMPLE_BYTES: Final = 1024
 class Structure:
     """What config and headers determine. Open models with equal ones share it."""
 
+    number_of: Mapping[str, int]  # of the file of each stored tensor
+    total_bytes: int
     tensors: Mapping[str, TensorInfo]
     quantisation: Quantisation | None
 
@@ -64,16 +72,20 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.config: dict[str, Any] = read_object(path / "config.json", config_hint(path))
         if not any(self.config.get(name) for name in SECTIONS):
             self.config |= section_of(path)
-        self.files, self._placement = open_folder(path)
+        files, index = open_folder(path)
+        self.files = tuple(files.values())
         self._states = {file.path: _state(file.path) for file in self.files}
         try:
-            self._find_quantised()
+            self.structure = self._find_structure(files, index)
         except BaseException:
             Checkpoint.close(self)
             raise
+        self.tensors, self.quantisation = self.structure.tensors, self.structure.quantisation
+        if self.quantisation is not None:
+            self.config = without_sections(self.config)
         if logger.isEnabledFor(logging.INFO):
-            files, size = len(self.files), format_size(self.total_bytes)
-            logger.info("opened %s: %d tensors in %d files, %s", self.label, len(self), files, size)
+            count, size = len(self.files), format_size(self.total_bytes)
+            logger.info("opened %s: %d tensors in %d files, %s", self.label, len(self), count, size)
 
     def require_unchanged(self) -> None:
         """Raise if a file was changed after it was opened."""
@@ -85,33 +97,37 @@ class Checkpoint(Mapping[str, "Tensor"]):
                     "process writes to it",
                 )
 
-    def _find_quantised(self) -> None:
-        key = (json.dumps(self.config), self._placement)
-        structure = _STRUCTURES.get(key)
-        if structure is None:
-            structure = self._read_structure()
-            # compressed-tensors stores shapes as tensors, which headers do not show.
-            if structure.quantisation is None or structure.quantisation.method in ("fp8", "mxfp4"):
-                _STRUCTURES[key] = structure
-        self.structure = structure
-        self.tensors, self.quantisation = structure.tensors, structure.quantisation
-        if self.quantisation is not None:
-            self.config = without_sections(self.config)
-
-    def _read_structure(self) -> Structure:
-        places = self._placement.number_of.items()
-        stored = {name: self.files[number].tensors[name] for name, number in places}
+    def _find_structure(
+        self, files: Mapping[str, TensorFile], index: Mapping[str, str]
+    ) -> Structure:
+        headers = [file.header for file in self.files if isinstance(file, SafetensorsFile)]
+        key = (json.dumps(self.config), *headers)
+        known = _STRUCTURES.get(key) if len(headers) == len(files) else None
+        if known is not None:
+            return known
+        number_of = place_tensors(files, index)
+        stored = {name: self.files[number].tensors[name] for name, number in number_of.items()}
         try:
-            quantisation = recognise(self.config, stored, lambda name: self.stored(name).tolist())
+            quantisation = recognise(
+                self.config, stored, lambda name: self.files[number_of[name]].read(name).tolist()
+            )
         except CheckpointError as error:
             raise CheckpointError(f"{self.label}: {error.message}", hint=error.hint) from error
-        if quantisation is None:
-            return Structure(stored, None)
-        # Each unit replaces its codes; its other parts are hidden.
-        unit_of = {unit.codes.name: unit for unit in quantisation.units.values()}
-        hidden = quantisation.stored - unit_of.keys()
-        seen = (unit_of.get(name, info) for name, info in stored.items() if name not in hidden)
-        return Structure({info.name: info for info in seen}, quantisation)
+        tensors: Mapping[str, TensorInfo] = stored
+        if quantisation is not None:
+            # Each unit replaces its codes; its other parts are hidden.
+            unit_of = {unit.codes.name: unit for unit in quantisation.units.values()}
+            hidden = quantisation.stored - unit_of.keys()
+            seen = (unit_of.get(name, info) for name, info in stored.items() if name not in hidden)
+            tensors = {info.name: info for info in seen}
+        total_bytes = sum(info.nbytes for info in stored.values())
+        structure = Structure(number_of, total_bytes, tensors, quantisation)
+        # Headers show neither the values of a tensor in two files, which were compared, nor the
+        # shapes that compressed-tensors stores as tensors.
+        once = len(stored) == sum(len(file.tensors) for file in self.files)
+        if once and (quantisation is None or quantisation.method in ("fp8", "mxfp4")):
+            _STRUCTURES[key] = structure
+        return structure
 
     @classmethod
     def open(cls, ref: str | Path | ModelRef) -> Checkpoint:
@@ -145,7 +161,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def stored_info(self, name: str) -> TensorInfo | None:
         """Return the header of a tensor under its stored name, if it exists."""
-        return self.file_of(name).tensors[name] if name in self._placement.number_of else None
+        return self.file_of(name).tensors[name] if name in self.structure.number_of else None
 
     def stored(
         self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
@@ -173,7 +189,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def file_of(self, name: str) -> TensorFile:
         """Return the file that holds a tensor."""
-        number_of = self._placement.number_of
+        number_of = self.structure.number_of
         if name not in number_of:
             raise CheckpointError(
                 f"{self.label} has no tensor {name!r}{did_you_mean(name, number_of)}",
@@ -212,7 +228,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @property
     def total_bytes(self) -> int:
         """Return the bytes of all tensors on disk."""
-        return self._placement.total_bytes
+        return self.structure.total_bytes
 
     @property
     def file_sizes(self) -> dict[tuple[int, ...], int]:
@@ -246,7 +262,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         single changed element. It does not cover folder, sharding and companion files.
         """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for name in sorted(self._placement.number_of):
+        for name in sorted(self.structure.number_of):
             file = self.file_of(name)
             info = file.tensors[name]
             digest.update(f"\0{name}\0torch.{info.dtype}\0{info.shape}\0".encode())
@@ -377,7 +393,7 @@ class OverlaidCheckpoint(Checkpoint):
         self.path = base.path
         self.label = base.label
         self.config = base.config
-        self.files, self._placement = base.files, base._placement
+        self.files, self.structure = base.files, base.structure
         self.tensors, self.quantisation = base.tensors, base.quantisation
         self._base = base
         self._overlay = overlay

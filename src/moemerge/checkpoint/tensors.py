@@ -54,6 +54,19 @@ class TensorInfo:
         """Return the shape in a safetensors header; it counts elements where torch counts packs."""
         return [*self.shape[:-1], self.shape[-1] * self.dtype.pack] if self.shape else []
 
+    def require_fit(self, tensor: Tensor, row: int) -> None:
+        """Refuse a tensor, or rows from `row` on, of another shape or dtype."""
+        stop = row + (tensor.shape[0] if tensor.dim() else 1)
+        whole = tuple(tensor.shape) == self.shape and row == 0
+        inner = tensor.dim() == len(self.shape) > 0 and tuple(tensor.shape[1:]) == self.shape[1:]
+        block = inner and 0 <= row <= stop <= self.rows
+        if tensor.dtype != self.dtype.torch or not (whole or block):
+            raise CheckpointError(
+                f"tensor {self.name!r} is {list(self.shape)} {self.dtype}, but "
+                f"{list(tensor.shape)} {tensor.dtype} came for row {row}",
+                hint="write the shape and dtype that were declared, or that the source has",
+            )
+
     def block_shape(self, rows: tuple[int, int] | None) -> tuple[int, ...]:
         """Return the shape of a range of leading-axis rows. Refuse an invalid range."""
         if rows is None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from moemerge.checkpoint.folder import INDEX, SINGLE, place_in
-from moemerge.checkpoint.output import OutputFolder, copy_file, output_error, writing
+from moemerge.checkpoint.folder import INDEX, SINGLE
+from moemerge.checkpoint.output import OutputFolder, output_error, writing
 from moemerge.checkpoint.safetensors_file import METADATA, build_header, dtype_label
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
@@ -139,7 +139,7 @@ class CheckpointWriter:
         progress = self._progress(name)
         info = progress.info
         rows = tensor.shape[0] if tensor.dim() else 1
-        self._check(info, tensor, row, rows)
+        info.require_fit(tensor, row)
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         with self._condition:
             self._check_open()
@@ -179,20 +179,6 @@ class CheckpointWriter:
             )
         return self._tensors[name]
 
-    def _check(self, info: TensorInfo, tensor: Tensor, row: int, rows: int) -> None:
-        whole = tuple(tensor.shape) == info.shape and row == 0
-        block = (
-            bool(info.shape)
-            and tensor.dim() == len(info.shape)
-            and tuple(tensor.shape[1:]) == info.shape[1:]
-            and 0 <= row <= row + rows <= info.rows
-        )
-        if tensor.dtype != info.dtype.torch or not (whole or block):
-            raise CheckpointError(
-                f"tensor {info.name!r} was declared as {list(info.shape)} {info.dtype}, "
-                f"but {list(tensor.shape)} {tensor.dtype} came for row {row}"
-            )
-
     def _check_open(self) -> None:
         if self._error is not None:
             raise self._error
@@ -207,23 +193,20 @@ class CheckpointWriter:
 
     def add_bytes(self, filename: str, data: bytes) -> None:
         """Add a small file (config, report, card) to the output."""
-        with writing(self.out):
-            write_file(self._place(filename), data)
+        self._check_added(filename)
+        self._own_folder.add_bytes(filename, data)
 
     def add_file(self, source: Path, name: str | None = None) -> None:
         """Copy a file into the output, under its own name or another."""
-        with writing(self.out):
-            path = self._place(name if name is not None else source.name)
-            path.unlink(missing_ok=True)
-            copy_file(source, path)
+        self._check_added(name if name is not None else source.name)
+        self._own_folder.add_file(source, name)
 
-    def _place(self, filename: str) -> Path:
+    def _check_added(self, filename: str) -> None:
         with self._condition:
             self._check_open()
-        path = place_in(self.folder, filename, self.out)
+        path = self.folder / filename
         if filename == INDEX or any(shard.path == path for shard in self._shards):
             raise CheckpointError(f"{filename} is written by the checkpoint writer itself")
-        return path
 
     def hand_over(self) -> list[str]:
         """Flush what was written into another writer's folder, and close this writer.

@@ -157,7 +157,7 @@ def extract_lora(
                 seconds=time.perf_counter() - begin,
             )
             for name, data in _companions(report).items():
-                write_file(place.path / name, data)
+                place.add_bytes(name, data)
         for checkpoint in (tuned.checkpoint, origin.checkpoint):
             checkpoint.require_unchanged()
         place.commit()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moemerge.architectures.roles import Role
 from moemerge.checkpoint import CheckpointPatch, hub_ids, require_space
 from moemerge.checkpoint.adapter import MISTAKEN
-from moemerge.checkpoint.output import OutputFolder, temporary_sibling, writing
+from moemerge.checkpoint.output import OutputFolder, temporary_sibling
 from moemerge.checkpoint.reader import AdaptedCheckpoint, as_ref
 from moemerge.config.dump import dump_document
 from moemerge.errors import ArchitectureError, CheckpointError
@@ -29,7 +29,6 @@ from moemerge.report.files import (
     model_card,
     report_file,
 )
-from moemerge.runtime.files import write_file
 from moemerge.runtime.progress import counted
 from moemerge.tuning.job import TuningJob
 from moemerge.version import __version__
@@ -209,11 +208,7 @@ class TunedOutput:
     def finish(self, report: TuningReport) -> None:
         """Write the report and rename the folder to OUT."""
         for name, data in tuning_files(report, self._job.model.checkpoint.path).items():
-            if isinstance(self._place, OutputFolder):
-                with writing(self._job.request.out):
-                    write_file(self._place.path / name, data)
-            else:
-                self._place.add_bytes(name, data)
+            self._place.add_bytes(name, data)
         self._place.commit()
 
     def __enter__(self) -> Self:

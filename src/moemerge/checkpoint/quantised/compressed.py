@@ -237,7 +237,7 @@ def _checked(
     order = next(iter(siblings(info.name, (".weight_g_idx",), headers)), None)
     others = siblings(info.name, _OTHERS, headers)
     if scheme.fit is symmetric and zeros is not None:  # they are not used
-        zeros, others = None, (*others, zeros)
+        others, zeros = (*others, zeros), None
     unit = quantised(
         name, dtype, shape, scheme, info, scales, zeros=zeros, order=order, others=others
     )
