@@ -101,6 +101,8 @@ def test_a_file_extends_others_and_faults_name_the_right_one(tmp_path):
     (tmp_path / "few.yml").write_text("# two\nevaluate: {samples: 0}\n")
     with pytest.raises(ConfigError, match=r"few\.yml, line 2: evaluate\.samples: must be at least"):
         load_study(top)
+    with pytest.raises(ConfigError, match=r"few\.yml, line 2: evaluate\.samples"):
+        load_study(tmp_path / "few.yml", {"title": "one file, and a value over it"})
     top.write_text("extends: top.yml\n")
     with pytest.raises(ConfigError, match="end somewhere"):
         load_study(top)

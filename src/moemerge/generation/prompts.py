@@ -98,8 +98,10 @@ def read_prompt(row: TextRow, settings: PromptSettings, group_by: str | None = N
         named["prompt"] = f"{named['prompt']}\n\n{named['input']}"
     turns, answer = _turns(named, row.where)
     turns = _dressed(turns, named, settings)
+    solutions = [named[c] for c in USUAL["reference"] if isinstance(named.get(c), str)]
+    reference = answer or (solutions[0] if solutions else None)
     group = str(named.get(group_by)) if group_by else file_of(row.where)
-    return PromptRow(row.where, turns, named, group, answer or _reference(named))
+    return PromptRow(row.where, turns, named, group, reference)
 
 
 def _turns(fields: Mapping[str, Any], where: str) -> tuple[tuple[Turn, ...], str | None]:
@@ -153,12 +155,6 @@ def lettered(choices: Any) -> str:
     else:
         return str(choices)
     return "\n".join(f"({letter}) {text}" for letter, text in pairs)
-
-
-def _reference(fields: Mapping[str, Any]) -> str | None:
-    columns: Iterable[str] = (c for c in USUAL["reference"] if isinstance(fields.get(c), str))
-    column = next(iter(columns), None)
-    return None if column is None else str(fields[column])
 
 
 def file_of(where: str) -> str:
