@@ -11,10 +11,9 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -23,9 +22,15 @@ from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.runtime.checksums import add_checksums
 from moemerge.runtime.devices import free_disk
-from moemerge.runtime.files import lock_folder, sync_folder, write_file
+from moemerge.runtime.files import (
+    abandoned,
+    hidden_pattern,
+    hidden_sibling,
+    lock_folder,
+    sync_folder,
+    write_file,
+)
 from moemerge.runtime.outputs import check_name
-from moemerge.runtime.process import is_alive
 
 KEPT_FOLDER: Final = "moemerge_tasks"  # parts of the merged models, see `merging.kept`
 # Folders that tools create in a model folder; they contain no data of the user.
@@ -160,23 +165,19 @@ def hidden_folder(out: Path, kind: str) -> Path:
     If OUT is a mount point, it is inside OUT: a mount point is another disk and cannot be renamed.
     """
     target = _real(out)
-    name = f".{target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}"
-    return target / name if os.path.ismount(target) else target.with_name(name)
+    path = hidden_sibling(target, kind)
+    return target / path.name if os.path.ismount(target) else path
 
 
 def _is_unfinished(path: Path, target: Path) -> bool:
     """Return whether this is the hidden folder of a run that writes `target`, alive or killed."""
-    pattern = rf"\.{re.escape(target.name)}\.partial-(\d+)-[0-9a-f]{{8}}"
-    return re.fullmatch(pattern, path.name) is not None
+    return re.fullmatch(hidden_pattern(target, "partial"), path.name) is not None
 
 
 def temporary_folder(prefix: str, folder: Path | None) -> tempfile.TemporaryDirectory[str]:
     """Return a temporary directory, and remove those of killed runs."""
     parent = Path(tempfile.gettempdir()) if folder is None else folder
-    for path in parent.iterdir():
-        match = re.fullmatch(rf"{re.escape(prefix)}(\d+)-\w+", path.name)
-        if match is not None and not is_alive(int(match[1])):
-            shutil.rmtree(path, ignore_errors=True)
+    _remove(abandoned(parent, rf"{re.escape(prefix)}(\d+)-\w+"))
     return tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=folder)
 
 
@@ -201,18 +202,16 @@ def _restore(target: Path) -> None:
 
     Move the old model back, or finish its removal if the new one is in place.
     """
-    pattern = rf"\.{re.escape(target.name)}\.replaced-(\d+)-[0-9a-f]{{8}}"
-    for path in target.parent.iterdir() if os.path.isdir(target.parent) else ():
-        match = re.fullmatch(pattern, path.name)
-        if match is None or is_alive(int(match[1])):
-            continue
+    if not os.path.isdir(target.parent):
+        return
+    for path in abandoned(target.parent, hidden_pattern(target, "replaced")):
         if os.path.lexists(target):
             shutil.rmtree(path, ignore_errors=True)
         else:
             os.rename(path, target)
 
 
-def _remove(folders: Sequence[Path]) -> None:
+def _remove(folders: Iterable[Path]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -248,9 +247,7 @@ class OutputFolder:
             self._made.append(parent)
 
     def _remove_stale(self) -> None:
-        for path in self.path.parent.iterdir():
-            if not _is_unfinished(path, self._target) or is_alive(int(path.name.split("-")[-2])):
-                continue
+        for path in abandoned(self.path.parent, hidden_pattern(self._target, "partial")):
             lock = _lock(path)
             if lock is not None:
                 shutil.rmtree(path, ignore_errors=True)

@@ -15,7 +15,7 @@ import re
 import secrets
 import select
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -121,7 +121,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a temporary file next to `path`, sync it and rename it. Raises OSError."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    partial = hidden_sibling(path, "partial")
     try:
         write_file(partial, data)
         partial.replace(path)
@@ -180,11 +180,25 @@ def make_folder(out: Path, *parts: str) -> Path:
 
 def remove_stale(target: Path) -> None:
     """Remove temporary files of killed processes next to a file."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.partial-(\d+)-[0-9a-f]{{8}}")
-    for path in target.parent.iterdir():
-        match = pattern.fullmatch(path.name)
+    for path in abandoned(target.parent, hidden_pattern(target, "partial")):
+        path.unlink(missing_ok=True)
+
+
+def hidden_sibling(target: Path, kind: str) -> Path:
+    """Return a path next to a file or folder that later runs recognise by `hidden_pattern`."""
+    return target.parent / f".{target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def hidden_pattern(target: Path, kind: str) -> str:
+    return rf"\.{re.escape(target.name)}\.{kind}-(\d+)-[0-9a-f]{{8}}"
+
+
+def abandoned(folder: Path, pattern: str) -> Iterator[Path]:
+    """Yield what killed processes left: names that match, where group 1 is the process's id."""
+    for path in folder.iterdir():
+        match = re.fullmatch(pattern, path.name)
         if match is not None and not is_alive(int(match[1])):
-            path.unlink(missing_ok=True)
+            yield path
 
 
 def file_digest(path: Path) -> str | None:
