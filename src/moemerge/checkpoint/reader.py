@@ -299,15 +299,11 @@ class AdaptedCheckpoint(Checkpoint):
             self.close()
             raise
         self._states[self.adapter.file.path] = _state(self.adapter.file.path)
-        self._adopt_vocabulary(self._changes.infos)
-        self.tensors = {**self.tensors, **self._changes.infos}
-
-    def _adopt_vocabulary(self, infos: Mapping[str, TensorInfo]) -> None:
-        """Update the config's `vocab_size` for an adapter with resized embeddings."""
-        for name, info in infos.items():
+        for name, info in self._changes.infos.items():  # of resized embeddings
             old = self.tensors[name].rows
             if info.rows != old and self.config.get("vocab_size") == old:
                 self.config = {**self.config, "vocab_size": info.rows}
+        self.tensors = {**self.tensors, **self._changes.infos}
 
     @property
     def notices(self) -> tuple[str, ...]:

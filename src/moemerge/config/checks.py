@@ -34,6 +34,13 @@ def body_prefix(config: RunConfig) -> Path:
     return ("modules", "default") if config.modules else ()
 
 
+def lacks_base(config: RunConfig) -> bool:
+    """Return whether some layers are merged without a base model."""
+    slices = config.body.slices or ()
+    own = bool(slices) and all(entry.base_model is not None for entry in slices)
+    return config.base_model is None and not own
+
+
 def method_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> list[Fault]:
     """Report misspelt methods."""
     named: list[tuple[Path, str]] = [(("merge_method",), config.merge_method)]
@@ -119,9 +126,7 @@ class MethodCheck:
         for path, schema in ((("base_model",), self.schema), (("router",), self.router)):
             if schema is None or schema.base is not BasePolicy.REQUIRED:
                 continue
-            slices = self.config.body.slices or ()
-            lacking = not slices or any(entry.base_model is None for entry in slices)
-            if self.config.base_model is None and lacking:
+            if lacks_base(self.config):
                 yield Fault(path, f"merge method {schema.name!r} needs a base_model")
         yield from self._unplaced_bases()
 
@@ -168,7 +173,7 @@ class MethodCheck:
             for name, value in scope.values.items():
                 if isinstance(value, Conditional):
                     for i, branch in enumerate(value.branches):
-                        if not branch.catches_all:
+                        if branch.filter is not None:
                             yield ConfigFilter((*scope.path, name, i, "filter"), value, i)
 
     def misspelt(self) -> set[str]:
@@ -314,15 +319,12 @@ def filter_faults(
         wanted = item.branch.filter
         assert wanted is not None  # a catch-all has no pattern
         asked = [r.decided[id(item.value)] for r in readers if id(item.value) in r.decided]
-        if not any(item.branch.matches(TensorContext(0, *pair)) for pair in _pairs(names)):
+        tensors = (TensorContext(0, tuple(own), role) for role, own in names.items())
+        if not any(item.branch.matches(tensor) for tensor in tensors):
             yield Fault(item.path, f"{wanted!r} matches no tensor{_meant(wanted, names)}", True)
         elif asked and not any(item.number in decided for decided in asked):
             text = "all its tensors get their value from a filter before it, or from a nearer scope"
             yield Fault(item.path, f"{wanted!r} has no effect: {text}", True)
-
-
-def _pairs(names: Mapping[str, Collection[str]]) -> Iterator[tuple[Sequence[str], str]]:
-    return ((tuple(own), role) for role, own in names.items())
 
 
 def _meant(wanted: str, names: Mapping[str, Collection[str]]) -> str:

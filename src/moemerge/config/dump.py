@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -47,49 +46,47 @@ def dump_document(data: Mapping[str, Any]) -> str:
 
 def config_data(config: BaseModel, *, absolute: bool = False) -> dict[str, Any]:
     """Return the config as plain data, as a YAML or JSON file contains it."""
-    data = _Writer(absolute).mapping(config)
+    data = _mapping(config, absolute=absolute)
     first = {key: data[key] for key in _FIRST if key in data}
     return {**first, **{key: value for key, value in data.items() if key not in first}}
 
 
 def plain_settings(settings: BaseModel, *, given: bool = False) -> dict[str, Any]:
     """Return settings as JSON data: all of them, or those that differ from their defaults."""
-    return _Writer(absolute=False).mapping(settings, full=not given)
+    return _mapping(settings, full=not given)
 
 
-@dataclass(frozen=True)
-class _Writer:
-    absolute: bool
+def _mapping(model: BaseModel, *, absolute: bool = False, full: bool = False) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, or with `full` all that have a value."""
+    result = {}
+    for name, info in type(model).model_fields.items():
+        value = getattr(model, name)
+        default = info.get_default(call_default_factory=True)
+        if value is None or not (full or value != default):
+            continue
+        if name == "coefficients" and absolute:
+            value = os.path.abspath(value)
+        if name in _FILES and absolute:
+            named = isinstance(value, Mapping)
+            value = {k: _absolute(t) for k, t in value.items()} if named else _absolute(value)
+        result[name] = _plain(value, absolute=absolute, full=full or name in _ALWAYS)
+    return result
 
-    def mapping(self, model: BaseModel, *, full: bool = False) -> dict[str, Any]:
-        result = {}
-        for name, info in type(model).model_fields.items():
-            value = getattr(model, name)
-            default = info.get_default(call_default_factory=True)
-            if value is None or not (full or value != default):
-                continue
-            if name == "coefficients" and self.absolute:
-                value = os.path.abspath(value)
-            if name in _FILES and self.absolute:
-                named = isinstance(value, Mapping)
-                value = {k: _absolute(t) for k, t in value.items()} if named else _absolute(value)
-            result[name] = self.plain(value, full=full or name in _ALWAYS)
-        return result
 
-    def plain(self, value: Any, *, full: bool) -> Any:
-        if isinstance(value, BaseModel):
-            return self.mapping(value, full=full)
-        if isinstance(value, ModelRef):
-            return _model(value.absolute() if self.absolute else value)
-        if isinstance(value, LayerSelection | PurePath):
-            return str(value)
-        if isinstance(value, (Gradient, Conditional)):
-            return plain(value)
-        if isinstance(value, Mapping):
-            return {key: self.plain(item, full=full) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.plain(item, full=full) for item in value]
-        return value
+def _plain(value: Any, **options: bool) -> Any:
+    if isinstance(value, BaseModel):
+        return _mapping(value, **options)
+    if isinstance(value, ModelRef):
+        return _model(value.absolute() if options["absolute"] else value)
+    if isinstance(value, LayerSelection | PurePath):
+        return str(value)
+    if isinstance(value, (Gradient, Conditional)):
+        return plain(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item, **options) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, **options) for item in value]
+    return value
 
 
 def _absolute(text: tuple[str, ...] | DataRecipe) -> list[str] | DataRecipe:

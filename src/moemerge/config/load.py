@@ -17,6 +17,7 @@ from moemerge.config.checks import (
     MethodCheck,
     Scope,
     body_prefix,
+    lacks_base,
     method_faults,
     normalised_for_checks,
     parameter_faults,
@@ -301,13 +302,8 @@ def wrap_faults(
     if config.wrap and method is not None and method.base is BasePolicy.MEMBER:
         text = f"{method.name!r} takes the base for a model like the others, and a wrapper needs it"
         yield Fault(WRAP, f"{text} apart: use 'task_arithmetic', with weights that sum to 1")
-    elif config.wrap and config.base_model is None and not _sliced_bases(config):
+    elif config.wrap and lacks_base(config):
         yield Fault(WRAP, "wrappers need a base_model")
-
-
-def _sliced_bases(config: RunConfig) -> bool:
-    slices = config.body.slices or ()
-    return bool(slices) and all(entry.base_model is not None for entry in slices)
 
 
 def _unfit(place: Path, method: MethodSchema, schema: WrapperSchema) -> Iterator[Fault]:

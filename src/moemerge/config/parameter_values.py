@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from moemerge.config.faults import Fault, FaultsError, Path, shown
+from moemerge.config.faults import Fault, FaultsError, Path, listed, shown
 from moemerge.config.parameters import REQUIRED, MethodSchema, ParameterSpec, Scalar
 from moemerge.errors import ConfigError
 from moemerge.registry import did_you_mean
@@ -76,17 +76,12 @@ class Branch:
     filter: str | None
     value: Scalar | Gradient
 
-    @property
-    def catches_all(self) -> bool:
-        return self.filter is None
-
     def matches(self, tensor: TensorContext) -> bool:
         if self.filter is None:
             return True
         if self.filter.startswith(ROLE_PREFIX):
             return tensor.role == self.filter[len(ROLE_PREFIX) :]
-        wanted = self.filter
-        return any(wanted in name for name in tensor.names)
+        return any(self.filter in name for name in tensor.names)
 
 
 @dataclass(frozen=True)
@@ -175,7 +170,7 @@ def _conditional(raw: Sequence[object], *, bare: bool = False) -> Conditional:
     branches: list[Branch] = []
     for i, item in enumerate(raw):
         here: Path = () if bare else (i,)
-        if branches and branches[-1].catches_all:
+        if branches and branches[-1].filter is None:
             faults.append(
                 Fault(here, "never used: the entry before it matches everything", ignorable=True)
             )
@@ -195,12 +190,9 @@ def _branch(raw: object) -> Branch:
     keys = ("filter", "value")
     unknown = [key for key in raw if key not in keys]
     if unknown:
-        raise FaultsError(
-            [
-                Fault((key,), f"unknown key{did_you_mean(str(key), keys) or _known(keys)}", True)
-                for key in unknown
-            ]
-        )
+        known = "; known here: filter, value"
+        texts = {key: f"unknown key{did_you_mean(str(key), keys) or known}" for key in unknown}
+        raise FaultsError([Fault((key,), text, True) for key, text in texts.items()])
     if raw.get("value") is None:
         raise FaultsError.one("needs a `value`")
     pattern = _filter(raw.get("filter"))
@@ -213,10 +205,6 @@ def _branch(raw: object) -> Branch:
     return Branch(pattern, value)
 
 
-def _known(keys: Sequence[str]) -> str:
-    return f"; known here: {', '.join(keys)}"
-
-
 def _filter(raw: object) -> str | None:
     if raw is None or raw in (EVERYTHING, ""):
         return None
@@ -225,7 +213,7 @@ def _filter(raw: object) -> str | None:
     if raw.startswith(ROLE_PREFIX):
         role = raw[len(ROLE_PREFIX) :]
         if role not in ROLE_NAMES:
-            close = did_you_mean(role, ROLE_NAMES) or _known(ROLE_NAMES)
+            close = did_you_mean(role, ROLE_NAMES) or f"; known here: {listed(ROLE_NAMES)}"
             raise FaultsError.one(f"unknown role {role!r}{close}", "filter")
     return raw
 
