@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moemerge
+from evidence.gptq import round_by_gptq, write_rounded
 from moemerge.testbed import bundled_set
 from moemerge.testbed.demo import accuracy, draw_test_problems, one_thread
 
@@ -134,6 +135,10 @@ def main() -> None:
                 folder.mkdir()
                 model = rounded(original, folder / "rounded", group)
                 solved(model, scale, "rounded")
+                lines = trained.data[domain].read_text().splitlines()[:ROWS]
+                texts = [json.loads(line)["text"] for line in lines]
+                write_rounded(original, folder / "gptq", round_by_gptq(original, texts, group))
+                solved(folder / "gptq", scale, "rounded by GPTQ")
                 given = {"data": {domain: trained.data[domain]}}
                 for name, repair in repairs(original, model, given).items():
                     repair(folder / "out")
