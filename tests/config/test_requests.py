@@ -138,12 +138,13 @@ models:
 
 
 def test_calibration_pairs_models_with_text(load):
-    loaded = load(MODELS + "calibration: {data: {math: m.jsonl, code: [c.jsonl, d.jsonl]}}\n")
-    run = loaded.repair
+    data = "data: {math: m.jsonl, code: [c.jsonl, d.jsonl]}"
+    run = load(MODELS + f"calibration: {{{data}, alpha: 0.9}}\n").repair
     assert dict(run.sources) == {"math": ModelRef("org/math", "v1"), "code": ModelRef("./code")}
     assert dict(run.data) == {"math": ("m.jsonl",), "code": ("c.jsonl", "d.jsonl")}
     assert isinstance(run.settings, CalibrationSettings)
     assert run.settings.alpha == 0.9
+    assert run.settings.model_fields_set == {"alpha"}  # `targets` is chosen unless it is given
 
 
 @pytest.mark.parametrize("block", ["calibration", "refit"])

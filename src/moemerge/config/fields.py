@@ -140,7 +140,8 @@ class Strict(BaseModel):
 
     def narrowed(self, base: type[Base]) -> Base:
         """Return the fields of one of its base classes as an instance of that class."""
-        return base.model_construct(**{name: getattr(self, name) for name in base.model_fields})
+        values = {name: getattr(self, name) for name in base.model_fields}
+        return base.model_construct(self.model_fields_set & values.keys(), **values)
 
     @model_validator(mode="before")
     @classmethod
