@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import struct
-import threading
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from moemerge.checkpoint.output import output_error, writing
+from moemerge.checkpoint.output import writing
 from moemerge.checkpoint.safetensors_file import HEADER_ALIGNMENT, LENGTH_BYTES, METADATA
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.documents import Provenance
 from moemerge.config.parameters import StatisticsKind
-from moemerge.errors import CheckpointError, MoeMergeError
+from moemerge.errors import CheckpointError
 from moemerge.runtime.files import remove_stale, sync_folder, write_at
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.outputs import FileKind, check_output_file
@@ -72,23 +73,18 @@ class StatisticsWriter:
         self._units: dict[str, tuple[str, list[int]]] = {}
         self._tokens: dict[str, int] = {}
         self._end = 0  # end of the data allocated so far
-        self._waiting = 0
+        self._waiting = self._unsynced = 0  # bytes
         self._most = WAITING_BYTES["cpu" if device is None else device.type]
-        self._room = threading.Condition()
-        self._error: MoeMergeError | None = None
-        self._jobs: list[Future[None]] = []
+        self._jobs: deque[tuple[Future[None], int]] = deque()
         self._target = out.absolute()  # a link is replaced: what it points to is not ours
         self._path = self._target.with_name(
             f".{self._target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
         )
         self._pool = thread_pool(COPY_THREADS, "moemerge-stats")
-        self._syncer = thread_pool(1, "moemerge-sync")
         with writing(out):
             remove_stale(self._target)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd: int | None = os.open(self._path, flags, 0o666)
-        self._syncing: Future[None] | None = None
-        self._unsynced = 0
 
     def add(
         self,
@@ -111,9 +107,7 @@ class StatisticsWriter:
                 f"statistics {name!r} were announced as {list(shape)} float32, "
                 f"but {list(value.shape)} {value.dtype} came"
             )
-        size = 4
-        for length in shape:
-            size *= int(length)
+        size = 4 * math.prod(map(int, shape))
         begin, self._end = self._end, self._end + size
         self._entries[name] = {
             "dtype": "F32",
@@ -123,60 +117,41 @@ class StatisticsWriter:
         self._tokens[name] = int(tokens)
         self._units.update({key: (name, [*map(int, shape)]) for key, shape in units.items()})
         if value is not None and size:
-            self._wait_for_room(size)
-            self._jobs.append(self._pool.submit(self._write, value, begin, size))
-
-    def _wait_for_room(self, size: int) -> None:
-        with self._room:
-            self._room.wait_for(
-                lambda: self._waiting == 0 or self._waiting + size <= self._most or self._error
-            )
-            if self._error is not None:
-                raise self._error
+            while self._jobs and (self._jobs[0][0].done() or self._waiting + size > self._most):
+                self._finish_first()
             self._waiting += size
+            self._jobs.append((self._pool.submit(self._write, value, begin), size))
 
-    def _write(self, value: Tensor, begin: int, size: int) -> None:
-        problem: MoeMergeError | None = None
-        try:
-            if self._error is None:
-                self._put(as_bytes(_on_host(value)), LENGTH_BYTES + self._reserved + begin)
-        except OSError as error:
-            problem = output_error(error, self.out)
-        except RuntimeError as error:  # device errors appear when the result is copied
-            problem = CheckpointError(f"statistics cannot be copied from the device: {error}")
-        finally:
-            with self._room:
-                self._error = self._error or problem
-                self._waiting -= size
-                self._unsynced += size
-                self._push()
-                self._room.notify_all()
+    def _finish_first(self) -> None:
+        """Wait until the oldest queued tensor is written, and raise its error."""
+        job, size = self._jobs.popleft()
+        job.result()
+        self._waiting -= size
 
-    def _put(self, data: memoryview, at: int) -> None:
+    def _write(self, value: Tensor, begin: int) -> None:
         assert self._fd is not None
-        write_at(self._fd, data, at)
-
-    def _push(self) -> None:
-        """Flush written data in the background, one flush at a time."""
-        idle = self._syncing is None or self._syncing.done()
-        if idle and self._unsynced >= SYNC_BYTES and self._error is None and self._fd is not None:
-            self._unsynced = 0
-            self._syncing = self._syncer.submit(_sync, self._fd)
+        try:
+            data = as_bytes(_on_host(value))
+        except RuntimeError as error:  # device errors appear when the result is copied
+            raise CheckpointError(
+                f"statistics cannot be copied from the device: {error}"
+            ) from error
+        with writing(self.out):
+            write_at(self._fd, data, LENGTH_BYTES + self._reserved + begin)
+            self._unsynced += len(data)
+            if self._unsynced >= SYNC_BYTES:
+                self._unsynced = 0
+                _sync(self._fd)
 
     def commit(self, *, sequences: int, notices: Sequence[str] = ()) -> None:
         """Write the header, flush everything, and rename into place."""
-        for job in self._jobs:
-            job.result()
-        if self._syncing is not None:
-            with writing(self.out):
-                self._syncing.result()
-        if self._error is not None:
-            raise self._error
+        while self._jobs:
+            self._finish_first()
         header = self._header(sequences, notices)
         assert self._fd is not None
         with writing(self.out):
             os.ftruncate(self._fd, LENGTH_BYTES + self._reserved + self._end)
-            self._put(memoryview(struct.pack("<Q", self._reserved) + header), 0)
+            write_at(self._fd, memoryview(struct.pack("<Q", self._reserved) + header), 0)
             os.fsync(self._fd)
             check_output_file(self.out, FileKind.STATISTICS, overwrite=self._overwrite)
             os.rename(self._path, self._target)
@@ -209,16 +184,12 @@ class StatisticsWriter:
         """Remove everything. Does nothing after a commit."""
         if self._fd is None:
             return
-        with self._room:
-            self._error = self._error or CheckpointError(f"writing {self.out} was given up")
-            self._room.notify_all()
         self._close()
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
     def _close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._syncer.shutdown(wait=True, cancel_futures=True)
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
