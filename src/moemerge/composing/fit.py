@@ -47,22 +47,17 @@ class FitDomain:
     experts: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class FittedRouters:
-    """New routers by name, and one row of figures per router."""
-
-    weights: Mapping[str, Tensor]
-    rows: tuple[dict[str, Any], ...]
-
-
 def fit_routers(
     model: OpenModel,
     domains: Sequence[FitDomain],
     old: int,
     settings: StreamSettings,
     progress: Progress,
-) -> FittedRouters:
-    """Fit all routers of `model`, of whose experts the first `old` have trained routers."""
+) -> tuple[dict[str, Tensor], tuple[dict[str, Any], ...]]:
+    """Fit all routers of `model`, of whose experts the first `old` have trained routers.
+
+    Return the new routers by name, and one row of figures per router.
+    """
     most = batch_tokens(model, settings.device)
     batches = make_batches([one.domain for one in domains], batch_tokens=most)
     weights: dict[str, Tensor] = {}
@@ -76,7 +71,7 @@ def fit_routers(
             progress.note(
                 f"{stop.weight_name}: {own_share([row]):.1%} of the tokens to their expert"
             )
-    return FittedRouters(weights, tuple(rows))
+    return weights, tuple(rows)
 
 
 def _fit(
@@ -208,24 +203,16 @@ RANDOM_STD = 0.02  # the usual spread of new weights
 SIMILAR = 0.99
 
 
-def random_rows(layers: Sequence[int], rows: int, width: int, seed: int) -> dict[int, Tensor]:
-    """Return random rows for each layer, (rows, width)."""
-    drawn = {}
-    for layer in layers:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
-        drawn[layer] = RANDOM_STD * torch.randn(rows, width, generator=generator)
-    return drawn
+def random_rows(layer: int, rows: int, width: int, seed: int) -> Tensor:
+    """Return random rows for a layer, (rows, width)."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
+    return RANDOM_STD * torch.randn(rows, width, generator=generator)
 
 
-@dataclass(frozen=True)
-class PromptTokens:
-    """The prompts of one expert as tokens."""
-
-    positive: tuple[Tensor, ...]  # each (tokens,), int64
-    negative: tuple[Tensor, ...]
+Prompts = dict[str, tuple[Tensor, ...]]  # those for an expert (+) and against it (-), as tokens
 
 
-def tokenize_prompts(base: OpenModel, entries: Iterable[ExpertEntry]) -> list[PromptTokens]:
+def tokenize_prompts(base: OpenModel, entries: Iterable[ExpertEntry]) -> list[Prompts]:
     """Return the prompts of each expert, by the base's tokenizer."""
     tokenizer = load_tokenizer(base.checkpoint.tokenizer_folder)
 
@@ -236,12 +223,10 @@ def tokenize_prompts(base: OpenModel, entries: Iterable[ExpertEntry]) -> list[Pr
         return found
 
     prompts = [
-        PromptTokens(
-            tuple(map(ids, entry.positive_prompts)), tuple(map(ids, entry.negative_prompts))
-        )
-        for entry in entries
+        {"+": tuple(map(ids, e.positive_prompts)), "-": tuple(map(ids, e.negative_prompts))}
+        for e in entries
     ]
-    require_known(base, [row for p in prompts for row in (*p.positive, *p.negative)])
+    require_known(base, [row for p in prompts for rows in p.values() for row in rows])
     return prompts
 
 
@@ -259,7 +244,7 @@ def require_known(base: OpenModel, rows: Iterable[Tensor]) -> None:
 
 
 def embedded_rows(
-    base: OpenModel, prompts: Sequence[PromptTokens], layers: Sequence[int]
+    base: OpenModel, prompts: Sequence[Prompts], layers: Sequence[int]
 ) -> dict[int, Tensor]:
     """Return one row per expert, the same for all layers: the sum of its prompts' embeddings.
 
@@ -273,16 +258,13 @@ def embedded_rows(
         found = [base.checkpoint.read(name, (i, i + 1))[0].double() for i in ids]
         return _unit(torch.stack(found).sum(dim=0))
 
-    rows = [
-        _unit(total(p.positive) - total(p.negative) if p.negative else total(p.positive))
-        for p in prompts
-    ]
+    rows = [_unit(total(p["+"]) - (total(p["-"]) if p["-"] else 0.0)) for p in prompts]
     return dict.fromkeys(layers, torch.stack(rows))
 
 
 def hidden_rows(
     base: OpenModel,
-    prompts: Sequence[PromptTokens],
+    prompts: Sequence[Prompts],
     layers: Sequence[int],
     settings: StreamSettings,
     progress: Progress,
@@ -292,7 +274,7 @@ def hidden_rows(
     domains = [
         Domain(f"{number} {sign}", rows)
         for number, p in enumerate(prompts)
-        for sign, rows in (("+", p.positive), ("-", p.negative))
+        for sign, rows in p.items()
         if rows
     ]
     batches = make_batches(domains, batch_tokens=1)  # one prompt each: no padding
@@ -306,10 +288,8 @@ def hidden_rows(
                 d.name: torch.stack([x[-1].double() for x in stop.inputs(d.name)]).mean(dim=0)
                 for d in domains
             }
-            rows = [
-                _unit(means[f"{n} +"] - means[f"{n} -"] if p.negative else means[f"{n} +"])
-                for n, p in enumerate(prompts)
-            ]
+            count = range(len(prompts))
+            rows = [_unit(means[f"{n} +"] - means.get(f"{n} -", 0.0)) for n in count]
             found[stop.layer] = torch.stack(rows).cpu()
     return found
 

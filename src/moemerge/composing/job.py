@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,32 +131,32 @@ def prepare(
         base.checkpoint.label = str(config.base_model)
     shared = next(((model(e.source_model), e.residual_scale) for e in config.shared_experts), None)
     parts = Parts(base, tuple(model(entry.source_model) for entry in config.experts), shared)
-    check_configs_of(parts)
-    make = _grown if base.architecture.is_moe else _composed
-    job = make(config, settings, out, parts)
-    infos = {tensor.info.name: tensor.info for tensor in job.tensors}
+    for one in parts.models:
+        check_model_config(one)
+        if one is not base and one.architecture.is_moe:
+            raise ArchitectureError(
+                f"{one.label} is a MoE; experts are MLPs of dense models",
+                hint="name a MoE as base_model to add experts to it",
+            )
+    require_alike(base, parts.models)
+    target, tensors, made = (_grown if base.architecture.is_moe else _composed)(config, parts)
+    infos = {tensor.info.name: tensor.info for tensor in tensors}
+    # `torch_dtype` is read by all versions of transformers.
+    keys = [key for key in ("dtype", "torch_dtype") if key in made] or ["torch_dtype"]
+    made |= dict.fromkeys(keys, str(main_dtype(infos.values())))
+    job = ComposeJob(config, settings, out, parts, target, tuple(tensors), made)
     check_config(job.model_config, infos, "the composed config.json")
     check_output(out, overwrite=settings.overwrite, inputs=job.folders)
     require_space(out, sum(info.nbytes for info in infos.values()) + OTHER_FILES_BYTES)
     return job
 
 
-def check_configs_of(parts: Parts) -> None:
-    """Refuse models whose config.json contradicts their tensors, and experts that are not dense."""
-    for model in parts.models:
-        check_model_config(model)
-        if model is not parts.base and model.architecture.is_moe:
-            raise ArchitectureError(
-                f"{model.label} is a MoE; experts are MLPs of dense models",
-                hint="name a MoE as base_model to add experts to it",
-            )
-    require_alike(parts.base, parts.models)
+# What a model consists of: its target, its tensors, and its config without the dtype.
+Composition = tuple[MoeTarget | None, list[ComposedTensor], dict[str, Any]]
 
 
-def _composed(
-    config: ComposeConfig, settings: ComposeSettings, out: Path, parts: Parts
-) -> ComposeJob:
-    """Return the job that composes a MoE of dense models."""
+def _composed(config: ComposeConfig, parts: Parts) -> Composition:
+    """Compose a MoE of dense models."""
     base, count = parts.base, len(parts.experts)
     target = target_for(base, config.architecture, shared=parts.shared is not None)
     for other in parts.models:
@@ -183,16 +183,15 @@ def _composed(
     if config.gate_mode == "fit" and target.notice:
         raise ConfigError(f"gate_mode: fit runs the composed model, but {target.notice}")
     tensors = composed_tensors(parts, target, _dtype(config))
-    width, _ = next(iter(mlp_layers(base).values())).widths
+    width = next(iter(mlp_layers(base).values())).mlp["gate"].shape[0]
     made = target.config(base, count, top_k, width, shared=parts.shared is not None)
-    made = _with_dtype(made, tensors)
     copied = {tensor.info.name for tensor in tensors} & base.checkpoint.tensors.keys()
     require_places(made, copied, base.label)
-    return ComposeJob(config, settings, out, parts, target, tuple(tensors), made)
+    return target, tensors, made
 
 
-def _grown(config: ComposeConfig, settings: ComposeSettings, out: Path, parts: Parts) -> ComposeJob:
-    """Return the job that adds experts to a MoE."""
+def _grown(config: ComposeConfig, parts: Parts) -> Composition:
+    """Add experts to a MoE."""
     base = parts.base
     gate = next((r.gate for r in base.architecture.routers()), None)
     if gate is None:
@@ -219,18 +218,8 @@ def _grown(config: ComposeConfig, settings: ComposeSettings, out: Path, parts: P
     count = (base.architecture.num_experts or 0) + len(parts.experts)
     made = config_with_experts(base, count)
     made = {key: value for key, value in made.items() if key not in NOT_CARRIED}
-    tensors = grown_tensors(parts, made, _dtype(config))
-    made = _with_dtype(made, tensors)
-    return ComposeJob(config, settings, out, parts, None, tuple(tensors), made)
+    return None, grown_tensors(parts, made, _dtype(config)), made
 
 
 def _dtype(config: ComposeConfig) -> Dtype | None:
     return None if config.dtype is None else parse_dtype(config.dtype)
-
-
-def _with_dtype(config: Mapping[str, Any], tensors: Sequence[ComposedTensor]) -> dict[str, Any]:
-    """Return the config with the main dtype under the base's key; `torch_dtype` is read by all
-    versions of transformers."""
-    dtype = str(main_dtype(tensor.info for tensor in tensors))
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-    return {**config, **dict.fromkeys(keys, dtype)}

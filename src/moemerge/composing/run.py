@@ -78,12 +78,12 @@ def _run_fit(job: ComposeJob, start: float, progress: Progress) -> ComposeReport
     notices = [notice for one in domains for notice in one.domain.notices]
     with temporary_sibling(job.out) as folder:
         place = folder / "composed"
-        _write(job, place, _start(job), _report(job, ()), start, progress)
+        _write(job, place, _gates(job, progress), _report(job, ()), start, progress)
         model = open_model("composed", place)
         model.checkpoint.label = str(job.out)
-        fitted = fit_routers(model, domains, job.old, _stream(job, model), progress)
+        weights, rows = fit_routers(model, domains, job.old, _stream(job, model), progress)
         report = _report(job, tuple(dict.fromkeys(notices)))
-        report = replace(report, routers=fitted.rows, seconds=time.perf_counter() - start)
+        report = replace(report, routers=rows, seconds=time.perf_counter() - start)
         # Unchanged shards are linked: the other name disappears with the folder.
         with CheckpointPatch(
             model.checkpoint,
@@ -92,7 +92,7 @@ def _run_fit(job: ComposeJob, start: float, progress: Progress) -> ComposeReport
             link=True,
             inputs=job.folders,
         ) as patch:
-            for name, weight in fitted.weights.items():
+            for name, weight in weights.items():
                 patch.write(name, weight)
             for name, data in _own_files(job, report).items():
                 patch.add_bytes(name, data)
@@ -129,20 +129,14 @@ def _stream(job: ComposeJob, model: OpenModel) -> StreamSettings:
     return StreamSettings(device, dtype, job.settings.offload, narrow_experts=True)
 
 
-def _start(job: ComposeJob) -> dict[int, Tensor]:
-    """Return the rows that a fit starts from: the base's own, and zeros."""
-    return {layer: _with_old(job, layer, infos) for layer, infos in job.routers.items()}
-
-
-def _with_old(
-    job: ComposeJob, layer: int, infos: Sequence[TensorInfo], new: Tensor | None = None
-) -> Tensor:
-    """Return the base's own rows of a router, followed by new ones or zeros."""
+def _initial(job: ComposeJob, layer: int, infos: Sequence[TensorInfo]) -> Tensor:
+    """Return the base's own rows of a router, followed by random ones, or by zeros to fit."""
     rows = torch.zeros(sum(info.rows for info in infos), infos[0].shape[1])
     if job.old:
         rows[: job.old] = job.parts.base.checkpoint.read(infos[0].name)
-    if new is not None:
-        rows[job.old :] = new
+    if job.config.gate_mode == "random":
+        new = rows[job.old :]
+        new.copy_(random_rows(layer, *new.shape, job.settings.seed))
     return rows
 
 
@@ -150,11 +144,8 @@ def _gates(job: ComposeJob, progress: Progress) -> dict[int, Tensor]:
     """Return the rows of every layer's router; the gate of a shared expert is the last row."""
     routers, mode = job.routers, job.config.gate_mode
     base, layers = job.parts.base, list(routers)
-    if mode == "random":
-        infos = routers[layers[0]]
-        rows = sum(info.rows for info in infos) - job.old
-        drawn = random_rows(layers, rows, infos[0].shape[1], job.settings.seed)
-        return {n: _with_old(job, n, routers[n], drawn[n]) for n in layers}
+    if mode in ("random", "fit"):
+        return {layer: _initial(job, layer, infos) for layer, infos in routers.items()}
     shared = job.config.shared_experts if job.shared_gate else ()
     prompts = tokenize_prompts(base, (*job.config.experts, *shared))
     if mode == "cheap_embed":

@@ -212,9 +212,7 @@ def target_for(base: OpenModel, name: str | None, *, shared: bool) -> MoeTarget:
             hint=f"for these models: {', '.join(names)}",
         )
     for target in fitting:
-        if (shared and target.shared) or (
-            not shared and not (target.shared and target.shared.required)
-        ):
+        if target.fits(shared=shared):
             return target
     what = "has no shared experts" if shared else "needs a shared expert"
     raise ConfigError(

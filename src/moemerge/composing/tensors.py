@@ -86,16 +86,9 @@ class ComposedTensor:
 class Layer:
     """A layer with experts: the prefix of its names and the stored units of the base's MLP."""
 
-    number: int
     prefix: str  # `model.layers.0`
-    mlp: Mapping[str, Unit]  # by projection
+    mlp: Mapping[str, Unit]  # by projection; the gate's shape is (width of an expert, hidden size)
     dtype: Dtype
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Return (width of an expert, hidden size)."""
-        inner, hidden = self.mlp["gate"].shape
-        return inner, hidden
 
 
 def mlp_layers(model: OpenModel) -> dict[int, Layer]:
@@ -122,11 +115,8 @@ def mlp_layers(model: OpenModel) -> dict[int, Layer]:
                 f"{model.label}: layer {number} has {', '.join(sorted(mlp))} of an MLP, expected "
                 "gate, up and down"
             )
-    return {n: _layer(model, n, prefixes[n], found[n]) for n in sorted(found)}
-
-
-def _layer(model: OpenModel, number: int, prefix: str, mlp: Mapping[str, Unit]) -> Layer:
-    return Layer(number, prefix, mlp, model.checkpoint.tensors[mlp["gate"].tensor].dtype)
+    dtypes = {n: model.checkpoint.tensors[found[n]["gate"].tensor].dtype for n in found}
+    return {n: Layer(prefixes[n], found[n], dtypes[n]) for n in sorted(found)}
 
 
 Source = tuple[OpenModel, Mapping[int, Layer]]  # a model and its MLPs
@@ -183,29 +173,19 @@ def _of_layer(
 ) -> Iterator[ComposedTensor]:
     """Yield the experts of a layer, and its shared expert."""
     (place,) = target.family.experts
-    for number, model in enumerate(parts.experts):
-        root = f"{layer.prefix}.{place.root}.{number}"
-        yield from _mlp(layer, sources[id(model)], root, place.spelling, dtype)
+    made: list[tuple[str, OpenModel, Sequence[str], float]] = [
+        (f"{place.root}.{number}", model, place.spelling, 1.0)
+        for number, model in enumerate(parts.experts)
+    ]
     if parts.shared is not None and target.shared is not None:
-        model, factor = parts.shared
-        root = f"{layer.prefix}.{target.shared.root}"
-        yield from _mlp(layer, sources[id(model)], root, PROJ, dtype, factor)
-
-
-def _mlp(
-    layer: Layer,
-    source: Source,
-    root: str,
-    spelling: Sequence[str],
-    dtype: Dtype | None,
-    factor: float = 1.0,
-) -> Iterator[ComposedTensor]:
-    model, own = source
-    for projection, spelled in zip(PROJECTIONS, spelling, strict=True):
-        unit = matching_unit(own, model, layer.mlp[projection], projection)
-        made = TensorInfo.of(f"{root}.{spelled}.weight", dtype or layer.dtype, unit.shape)
-        scale = factor if projection == "down" else 1.0
-        yield ComposedTensor(made, (Copy(WHOLE, model, unit.tensor, unit.slot, scale),))
+        made.append((target.shared.root, parts.shared[0], PROJ, parts.shared[1]))
+    for root, model, spelling, factor in made:
+        for projection, spelled in zip(PROJECTIONS, spelling, strict=True):
+            unit = matching_unit(sources[id(model)], layer.mlp[projection], projection)
+            name = f"{layer.prefix}.{root}.{spelled}.weight"
+            info = TensorInfo.of(name, dtype or layer.dtype, unit.shape)
+            scale = factor if projection == "down" else 1.0
+            yield ComposedTensor(info, (Copy(WHOLE, model, unit.tensor, unit.slot, scale),))
 
 
 def _routing(
@@ -216,16 +196,14 @@ def _routing(
     wanted = {target.family.routers[0].weight: len(parts.experts), **({gate: 1} if gate else {})}
     for layer in layers:
         for name, rows in wanted.items():
-            shape = (rows, layer.widths[1])
+            shape = (rows, layer.mlp["gate"].shape[1])
             info = TensorInfo.of(f"{layer.prefix}.{name}", dtype or layer.dtype, shape)
             yield ComposedTensor(info)
 
 
-def matching_unit(
-    own: Mapping[int, Layer], model: OpenModel, wanted: Unit, projection: str
-) -> Unit:
+def matching_unit(source: Source, wanted: Unit, projection: str) -> Unit:
     """Return a dense model's projection in the layer of `wanted`; refuse another shape."""
-    layer = wanted.layer
+    (model, own), layer = source, wanted.layer
     unit = own[layer].mlp[projection] if layer is not None and layer in own else None
     if unit is None or unit.shape != wanted.shape:
         found = "no MLP" if unit is None else f"{unit.tensor} of {list(unit.shape)}"
@@ -333,9 +311,9 @@ def _grown_copies(
                 "added"
             )
         if unit.expert >= old:
-            model, own = sources[unit.expert - old]
-            found = matching_unit(own, model, unit, unit.projection)
-            yield Copy(unit.slot, model, found.tensor, found.slot)
+            source = sources[unit.expert - old]
+            found = matching_unit(source, unit, unit.projection)
+            yield Copy(unit.slot, source[0], found.tensor, found.slot)
         elif unit.slot.rows not in kept:
             kept.add(unit.slot.rows)
             rows = Slot(unit.slot.rows)
