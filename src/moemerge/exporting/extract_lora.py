@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -31,6 +30,7 @@ from moemerge.config.models import ModelLike
 from moemerge.errors import ArchitectureError, CheckpointError, NumericalError
 from moemerge.exporting.settings import ExtractLoraSettings
 from moemerge.exporting.targets import (
+    Blocks,
     Factors,
     Kind,
     StoredUnits,
@@ -131,18 +131,19 @@ def extract_lora(
         )
     if settings.rank is None and settings.energy is None:
         settings = settings.model_copy(update={"rank": DEFAULT_RANK})
-    pair = _Pair(StoredUnits(tuned), StoredUnits(origin), resolve_device(settings.device))
+    sides = StoredUnits(tuned), StoredUnits(origin)
+    device = resolve_device(settings.device)
     # A tensor that both models do without is computed by the model itself.
-    known = {*pair.tuned.by_key, *pair.origin.by_key}
+    known = {key for side in sides for key in side.by_key}
     targets = [t for t in find_targets(origin, settings.layout) if t.units[0].key in known]
     for unit in (unit for target in targets for unit in target.units):
-        for side in pair.sides:
+        for side in sides:
             side.find(unit)
     place = OutputFolder(out, overwrite=overwrite, inputs=inputs)
     try:
         with writing(out):
             _rehearse(origin, place.path, targets, settings)
-            adapter = _AdapterWriter(pair, settings, place.path)
+            adapter = _AdapterWriter(*sides, settings, device, place.path)
             adapter.run(targets, progress)
             require_space(out, adapter.nbytes)
             adapter.finish(str(as_ref(base).absolute()))
@@ -153,7 +154,7 @@ def extract_lora(
                 settings=settings.model_dump(exclude_none=True),
                 parameters=tuple(adapter.rows),
                 adapter_bytes=adapter.nbytes,
-                notices=tuple(_notices(adapter, pair, targets)),
+                notices=tuple(adapter.notices(targets)),
                 seconds=time.perf_counter() - begin,
             )
             for name, data in _companions(report).items():
@@ -164,66 +165,6 @@ def extract_lora(
     finally:
         place.abort()
     return report
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """The model and its base."""
-
-    tuned: StoredUnits
-    origin: StoredUnits
-    device: torch.device
-
-    @property
-    def sides(self) -> tuple[StoredUnits, StoredUnits]:
-        return self.tuned, self.origin
-
-
-@dataclass(frozen=True)
-class _ChangedMatrix:
-    """One matrix of a parameter (or a vector), read in the loaded model's layout."""
-
-    pair: _Pair
-    target: Target
-    expert: int
-
-    @cached_property
-    def _spans(self) -> list[tuple[int, int] | None]:
-        """The rows to read at once; None for all. Only whole tensors are read in parts."""
-        shape = self.target.shape
-        slots = {side.find(unit).slot for unit in self.target.units for side in self.pair.sides}
-        step = max(1, BLOCK_BYTES // (4 * shape[1])) if len(shape) == 2 else 0
-        if not step or shape[0] <= step or slots != {WHOLE}:
-            return [None]
-        return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
-
-    @cached_property
-    def _whole(self) -> tuple[Tensor, Tensor]:
-        return self._read(None)
-
-    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the change and the base, in blocks of rows. A small matrix is read once."""
-        for span in self._spans:
-            yield self._whole if span is None else self._read(span)
-
-    def _read(self, span: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
-        after, before = (self._side(side, span) for side in self.pair.sides)
-        change = after - before
-        if not bool(change.isfinite().all()):
-            raise NumericalError(
-                f"{self.target.name} holds NaN or infinity in one of the models",
-                hint="extract an adapter from sound models",
-            )
-        return change, before
-
-    def _side(self, side: StoredUnits, span: tuple[int, int] | None) -> Tensor:
-        units, stacked = self.target.units_of(self.expert), self.target.stacked
-        if units[0].slot == WHOLE:
-            read = side.read(units[0], span)
-            return read.to(self.pair.device, torch.promote_types(read.dtype, torch.float32))
-        shape = (1, *self.target.shape[1:]) if stacked else self.target.shape
-        block = side.assemble(units, shape, torch.float32, self.expert)
-        return (block.squeeze(0) if stacked else block).to(self.pair.device)
 
 
 @dataclass(frozen=True)
@@ -269,9 +210,17 @@ class _Change:
 class _AdapterWriter:
     """Writes factors one after the other, and at the end the adapter's files."""
 
-    def __init__(self, pair: _Pair, settings: ExtractLoraSettings, folder: Path) -> None:
-        self._pair = pair
+    def __init__(
+        self,
+        tuned: StoredUnits,
+        origin: StoredUnits,
+        settings: ExtractLoraSettings,
+        device: torch.device,
+        folder: Path,
+    ) -> None:
+        self._tuned, self._origin = tuned, origin
         self._settings = settings
+        self._device = device
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
         self._folder = folder
         self._spool = folder / f"{_WEIGHTS}.partial"  # a header needs all ranks, so it comes last
@@ -310,7 +259,7 @@ class _AdapterWriter:
         if any(change.target.kind is Kind.SAVED for change in changes):
             for target in group:  # PEFT replaces the whole module
                 self._written.append(target)
-                tensor = self._pair.tuned.assemble(target.units, target.shape, self._dtype)
+                tensor = self._tuned.assemble(target.units, target.shape, self._dtype)
                 self._write(PREFIX + target.name, tensor, file)
 
     def _change(self, target: Target) -> _Change | None:
@@ -318,15 +267,15 @@ class _AdapterWriter:
         factors: list[Factors | None] = []
         change = base = error = 0.0
         for expert in range(target.experts):
-            matrix, found = _ChangedMatrix(self._pair, target, expert), None
+            blocks, found = self._blocks(target, expert), None
             if target.low_rank:
                 shape = (target.shape[-2], target.shape[-1])
                 most = min(self._settings.rank or max(shape), *shape)
-                found = factorise(matrix.blocks, shape, most, self._settings.energy)
+                found = factorise(blocks, shape, most, self._settings.energy)
                 found = None if found is None else found.to(self._dtype)
             factors.append(found)
             start = 0
-            for block, before in matrix.blocks():
+            for block, before in blocks():
                 change += float(block.double().square().sum())
                 base += float(before.double().square().sum())
                 if found is not None:
@@ -338,6 +287,46 @@ class _AdapterWriter:
                 start += len(block) if block.dim() else 1
         return _Change(target, factors, change, base, error) if change else None
 
+    def _blocks(self, target: Target, expert: int) -> Blocks:
+        """Return what yields a matrix (or a vector) of the change and of the base, row by row.
+
+        A small matrix is read once, a large one in parts if it is a whole tensor in both models.
+        """
+        shape, sides = target.shape, (self._tuned, self._origin)
+        step = max(1, BLOCK_BYTES // (4 * shape[1])) if len(shape) == 2 else 0
+        slots = {side.find(unit).slot for unit in target.units for side in sides}
+        if step and step < shape[0] and slots == {WHOLE}:
+            spans = [(row, min(row + step, shape[0])) for row in range(0, shape[0], step)]
+            return lambda: (self._read(target, expert, span) for span in spans)
+        whole = [self._read(target, expert, None)]
+        return lambda: whole
+
+    def _read(
+        self, target: Target, expert: int, span: tuple[int, int] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return rows of the change and of the base, in the loaded model's layout."""
+        after, before = (
+            self._side(side, target, expert, span) for side in (self._tuned, self._origin)
+        )
+        change = after - before
+        if not bool(change.isfinite().all()):
+            raise NumericalError(
+                f"{target.name} holds NaN or infinity in one of the models",
+                hint="extract an adapter from sound models",
+            )
+        return change, before
+
+    def _side(
+        self, side: StoredUnits, target: Target, expert: int, span: tuple[int, int] | None
+    ) -> Tensor:
+        units, stacked = target.units_of(expert), target.stacked
+        if units[0].slot == WHOLE:
+            read = side.read(units[0], span)
+            return read.to(self._device, torch.promote_types(read.dtype, torch.float32))
+        shape = (1, *target.shape[1:]) if stacked else target.shape
+        block = side.assemble(units, shape, torch.float32, expert)
+        return (block.squeeze(0) if stacked else block).to(self._device)
+
     def _write(self, name: str, tensor: Tensor, file: BinaryIO) -> None:
         self._infos.append(TensorInfo.of(name, tensor.dtype, tuple(tensor.shape)))
         file.write(as_bytes(tensor.contiguous()))
@@ -346,14 +335,29 @@ class _AdapterWriter:
         """Write the adapter's two files. Refuse models without a difference."""
         if not self._infos:
             raise CheckpointError(
-                f"{self._pair.tuned.model.label} and {self._pair.origin.model.label} do not differ "
-                "in anything that an adapter can change",
+                f"{self._tuned.model.label} and {self._origin.model.label} do not differ in "
+                "anything that an adapter can change",
                 hint="check which models were named",
             )
         ranks = {row.name: row.rank for row in self.rows if row.rank is not None}
         write_adapter(self._folder, self._infos, self._spool)
         self._spool.unlink()
         write_config(self._folder, self._written, ranks, self._settings, base)
+
+    def notices(self, targets: Sequence[Target]) -> Iterator[str]:
+        """Yield what the adapter does not contain."""
+        if self.left_out:
+            yield (
+                f"{counted(len(self.left_out), 'changed tensor')} cannot be part of an adapter: "
+                f"{first_few(self.left_out)}; the error includes them"
+            )
+        covered = {unit.key for target in targets for unit in target.units}
+        unused = [unit.tensor for key, unit in self._tuned.by_key.items() if key not in covered]
+        if unused:
+            yield (
+                f"{counted(len(unused), 'stored tensor')} are not part of the loaded model and "
+                f"were not compared: {first_few(unused)}"
+            )
 
 
 def write_adapter(folder: Path, infos: Sequence[TensorInfo], data: Path | None) -> None:
@@ -406,23 +410,6 @@ def _rehearse(
             f"({error.message})",
             hint="choose another `layout`",
         ) from error
-
-
-def _notices(adapter: _AdapterWriter, pair: _Pair, targets: Sequence[Target]) -> list[str]:
-    notices = []
-    if adapter.left_out:
-        notices.append(
-            f"{counted(len(adapter.left_out), 'changed tensor')} cannot be part of an adapter: "
-            f"{first_few(adapter.left_out)}; the error includes them"
-        )
-    covered = {unit.key for target in targets for unit in target.units}
-    unused = [unit.tensor for key, unit in pair.tuned.by_key.items() if key not in covered]
-    if unused:
-        notices.append(
-            f"{counted(len(unused), 'stored tensor')} are not part of the loaded model and were "
-            f"not compared: {first_few(unused)}"
-        )
-    return notices
 
 
 def _companions(report: ExtractLoraReport) -> dict[str, bytes]:

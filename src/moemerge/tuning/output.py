@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -93,14 +93,9 @@ class TuningReport:
             "training_seconds": round(self.training_seconds, 3),
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
-            "curve": [asdict(point) for point in _thinned(self.curve)],
+            "curve": [asdict(point) for point in self.curve[:: -(-len(self.curve) // MOST_POINTS)]],
             "versions": versions(),
         }
-
-
-def _thinned(curve: Sequence[CurvePoint]) -> Sequence[CurvePoint]:
-    step = -(-len(curve) // MOST_POINTS)
-    return curve[::step]
 
 
 def versions() -> dict[str, str]:
@@ -115,12 +110,15 @@ def versions() -> dict[str, str]:
 
 def tuning_files(report: TuningReport, folder: Path) -> dict[str, bytes]:
     """Return config, report and card of OUT; `folder` is the model that was tuned."""
-    config = dump_document({"tune": _command(report)})
+    settings = {n: v for n, v in report.settings.items() if v is not None and n != "preset"}
+    command = {"model": report.model, "data": list(report.data), **settings}
+    config = dump_document({"tune": command})
+    what = "An adapter for" if report.kind == "adapter" else "A fine-tune of"
     earlier = earlier_report(folder)
     parts = {n: part for n, part in earlier.items() if isinstance(part, dict)}
     card = model_card(
         title=Path(report.output).name,
-        summary=_summary(report),
+        summary=f"{what} `{in_code(report.model)}`.",
         hub_models=hub_ids(report.model),
         sections=[("Training", _words(report))],
         config=config,
@@ -131,16 +129,6 @@ def tuning_files(report: TuningReport, folder: Path) -> dict[str, bytes]:
         REPORT_NAME: report_file(**{**parts, TUNING: report.to_json()}),
         CARD_NAME: card.encode(),
     }
-
-
-def _command(report: TuningReport) -> dict[str, Any]:
-    settings = {n: v for n, v in report.settings.items() if v is not None and n != "preset"}
-    return {"model": report.model, "data": list(report.data), **settings}
-
-
-def _summary(report: TuningReport) -> str:
-    what = "An adapter for" if report.kind == "adapter" else "A fine-tune of"
-    return f"{what} `{in_code(report.model)}`."
 
 
 def _words(report: TuningReport) -> str:
@@ -192,8 +180,6 @@ class TunedOutput:
 
     def write(self, model: Any, state: Mapping[str, Tensor]) -> None:
         """Write the trained weights: `model` is the trained model, `state` its tensors."""
-        from moemerge.tuning.output import adapted_tensors, save_adapter
-
         if isinstance(self._place, OutputFolder):
             save_adapter(model, state, self._place.path, self._job)
         elif not self._job.lora:
