@@ -92,7 +92,7 @@ def test_errors_have_their_exit_codes(more, code, words, case, tmp_path):
         (None, "all", "no such file"),
         ("", "all", "the file is empty, expected rows of text"),
         ('{"text": "fine"}\n{"txt": "what"}\n', "all", "row 2: unknown form, keys found: 'txt'"),
-        ('{"text": "fine"}\nnot json\n', "all", "row 2: not JSON"),
+        ('{"text": "fine"}\nnot json\n', "all", "row 2 is not valid JSON"),
         ('{"text": "fine"}\n', "3-9", "the model has 3 layers, 0 to 2"),
         ('{"text": "fine"}\n', "last:9", "layers, 0 to"),
     ],

@@ -31,7 +31,7 @@ from moemerge.features.stream import ModelStream
 from moemerge.features.tokens import real_tokens
 from moemerge.runtime.ranks import Ranks
 from moemerge.statistics import StatisticsWriter
-from moemerge.statistics.file import pack_symmetric, packed_size
+from moemerge.statistics.file import pack_symmetric, stored_shape
 from moemerge.text.batches import Batch
 
 Shapes = dict[str, tuple[int, ...]]
@@ -49,19 +49,10 @@ class _Layer:
     unreadable: set[str] = field(default_factory=set)
 
 
-@dataclass(frozen=True)
-class Form:
-    """A statistic of inputs, and its form in the file."""
-
-    sum: Callable[[Tensor], Tensor]  # over tokens
-    stored: Callable[[Tensor], Tensor]
-    size: Callable[[int], int]  # of what is stored for inputs of a width
-
-
-INPUT_FORMS = {
-    "gram": Form(gram_sum, pack_symmetric, packed_size),
-    "activation": Form(magnitude_sum, Tensor.contiguous, int),
-    "power": Form(power_sum, Tensor.contiguous, int),
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {  # of inputs, over tokens
+    "gram": gram_sum,
+    "activation": magnitude_sum,
+    "power": power_sum,
 }
 
 
@@ -72,7 +63,7 @@ class InputCollector:
         """`writer` is rank 0's: other ranks only add to the sums."""
         self._writer = writer
         self._ranks = ranks
-        self._form = INPUT_FORMS[kind]
+        self._kind: StatisticsKind = kind
         self._layer = _Layer()
         self._head = self._new_sum()
         self._headless = False
@@ -80,7 +71,7 @@ class InputCollector:
         self.notices: list[str] = []
 
     def _new_sum(self) -> TokenSum:
-        return TokenSum(self._form.sum, self._ranks)
+        return TokenSum(SUMS[self._kind], self._ranks)
 
     def attach(self, stream: ModelStream, units: UnitMap) -> None:
         """Start recording."""
@@ -101,7 +92,8 @@ class InputCollector:
             hook = self._hooks[call.path]
             x = call.argument(0, "hidden_states", "input", "x")
             if isinstance(hook, ExpertsHook):
-                self._keep(hook, x, _chosen(call), batch, rows)
+                chosen = call.argument(1, "top_k_index", "router_indices", "selected_experts")
+                self._keep(hook, x, chosen, batch, rows)  # (tokens, k)
                 continue
             leader = self._layer.shares.setdefault(
                 hook.path, last[0] if x is last[1] else hook.path
@@ -206,9 +198,10 @@ class InputCollector:
             return
         name, shape = next(iter(shapes.items()))
         mean = moment.mean()
-        packed = None if mean is None else self._form.stored(mean)
-        size = self._form.size(shape[-1])
-        self._writer.add(name, [size], packed, units=shapes, tokens=moment.tokens)
+        if mean is not None and self._kind == "gram":
+            mean = pack_symmetric(mean)
+        stored = stored_shape(self._kind, shape)
+        self._writer.add(name, stored, mean, units=shapes, tokens=moment.tokens)
 
 
 def _shapes(
@@ -216,9 +209,3 @@ def _shapes(
 ) -> Shapes:
     projected = (units.get((expert, projection)) for projection in projections)
     return {unit.key: unit.shape for unit in projected if unit is not None}
-
-
-def _chosen(call: Call) -> Tensor:
-    """Return the experts of each token: (tokens, k)."""
-    chosen: Tensor = call.argument(1, "top_k_index", "router_indices", "selected_experts")
-    return chosen

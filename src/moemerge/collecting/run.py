@@ -11,7 +11,7 @@ from typing import Any
 
 from moemerge.checkpoint.output import temporary_sibling
 from moemerge.collecting.fishers import collect_gradients, predicting
-from moemerge.collecting.grams import INPUT_FORMS, InputCollector
+from moemerge.collecting.grams import SUMS, InputCollector
 from moemerge.collecting.job import CollectingJob, CollectRequest, prepare
 from moemerge.config.models import ModelRef
 from moemerge.config.requests import StatisticsRequest
@@ -51,8 +51,8 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
     ranks = Ranks.join(resolve_device(request.settings.device))
     progress = ranks.progress(progress)
     job = prepare(request, ranks)
-    with _writer(job) as writer:
-        collect = _inputs if request.settings.kind in INPUT_FORMS else collect_gradients
+    with _writer(job) if ranks.leads else contextlib.nullcontext() as writer:
+        collect = _inputs if request.settings.kind in SUMS else collect_gradients
         notices, unvisited = collect(job, writer, progress)
         if writer is not None:
             job.model.checkpoint.require_unchanged()
@@ -76,22 +76,15 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
     return ranks.call_on_lead(report)
 
 
-@contextlib.contextmanager
-def _writer(job: CollectingJob) -> Iterator[StatisticsWriter | None]:
-    """Return rank 0's writer; None on other ranks."""
-    if not job.ranks.leads:
-        yield None
-        return
-    request = job.request
-    with StatisticsWriter(
-        request.out,
-        kind=request.settings.kind,
+def _writer(job: CollectingJob) -> StatisticsWriter:
+    return StatisticsWriter(
+        job.request.out,
+        kind=job.request.settings.kind,
         provenance=job.provenance,
         keys=job.keys,
-        overwrite=request.overwrite,
+        overwrite=job.request.overwrite,
         device=job.stream.device,
-    ) as writer:
-        yield writer
+    )
 
 
 def _inputs(

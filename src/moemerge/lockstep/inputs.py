@@ -15,12 +15,13 @@ from moemerge.architectures.opened import OpenModel
 from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.config.requests import BASE
+from moemerge.config.settings import ForwardSettings
 from moemerge.config.yaml_lines import read_yaml
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
 from moemerge.registry import did_you_mean
 from moemerge.report.files import CONFIG_NAME
 from moemerge.runtime.files import read_utf8
-from moemerge.text.domains import Domain, JobSettings, TextSettings, load_domain, load_domains
+from moemerge.text.domains import Domain, TextSettings, load_domain, load_domains
 from moemerge.text.rows import TextSource
 from moemerge.text.tokens import load_tokenizer
 
@@ -88,7 +89,7 @@ def read_text(
     model: OpenModel,
     sources: Collection[str],
     data: Mapping[str, Sequence[TextSource]],
-    settings: JobSettings,
+    settings: ForwardSettings,
     check: Mapping[str, Sequence[TextSource]] | None = None,
 ) -> JobText:
     """Tokenize the text of each source with the model's tokenizer, and text to check."""

@@ -226,7 +226,7 @@ def read_object(
 
 
 def parse_object(
-    text: str,
+    text: str | bytes,
     where: str,
     hint: str | None = None,
     raises: Raises = CheckpointError,
@@ -238,6 +238,7 @@ def parse_object(
     With `halves`, lone surrogates are accepted.
     """
     try:
+        text = text if isinstance(text, str) else text.decode("utf-8-sig")
         value = json.loads(text)
         _check(value)
         if not halves and "\\ud" in text.lower():

@@ -168,7 +168,7 @@ def _parse_lines(
 ) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(content.split(b"\n")[:-1], start=1):
-        line = _parse_line(text, path, number, hint)
+        line = parse_object(text, f"{path}: line {number}", hint, DataError, halves=True)
         if number == 1 and head is not None:
             if _canonical(line) != _canonical(head):
                 raise OtherRunError(path, line)
@@ -176,21 +176,10 @@ def _parse_lines(
         # Files without a head were once written without digests.
         stored = line.pop(DIGEST, None)
         if stored != line_digest(line, head) and (head is not None or stored is not None):
-            raise _damaged(path, f"line {number} is not as it was written", hint)
+            why = f"line {number} is not as it was written"
+            raise DataError(f"{path} is damaged: {why}", hint=hint)
         lines.append(line)
     return lines
-
-
-def _parse_line(text: bytes, path: Path, number: int, hint: str) -> dict[str, Any]:
-    try:
-        decoded = text.decode()
-    except UnicodeDecodeError as error:
-        raise _damaged(path, f"line {number} is not UTF-8", hint) from error
-    return parse_object(decoded, f"{path}: line {number}", hint, DataError, halves=True)
-
-
-def _damaged(path: Path, why: str, hint: str) -> DataError:
-    return DataError(f"{path} is damaged: {why}", hint=hint)
 
 
 def line_digest(line: Mapping[str, Any], head: Mapping[str, Any] | None = None) -> str:

@@ -64,12 +64,8 @@ def load_answers(
 ) -> Answers:
     """Return rows with answers; if `limit` applies, the seed selects the rows."""
     rows = Rows(sources)
-    order: Sequence[int] = range(len(rows))
-    ordered = iter(rows)
-    if settings.limit is not None:
-        rng = random.Random(settings.seed * 0x1_0000_0000 + zlib.crc32(b"tune"))
-        order = rows.shuffled(rng)
-        ordered = rows.take(order)
+    rng = random.Random(settings.seed * 0x1_0000_0000 + zlib.crc32(b"tune"))
+    order, ordered = rows.drawn(None if settings.limit is None else rng)
     reader = _Reader(tokenizer, settings.max_length)
     taken: dict[int, AnsweredRow] = {}
     for at in order:

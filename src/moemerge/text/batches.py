@@ -68,7 +68,7 @@ def own_share(batches: Sequence[Batch], ranks: Ranks) -> tuple[Batch, ...]:
 def divided(batches: Sequence[Batch], among: int) -> list[list[Batch]]:
     """Return the batches of every domain and split, at least one for each of `among` processes.
 
-    If there are few, each batch is divided into parts with long and short rows.
+    If there are few, each batch is divided into parts of every n-th row: rows are sorted by length.
     """
     groups: dict[tuple[str, bool], list[Batch]] = {}
     for batch in batches:
@@ -84,15 +84,13 @@ def divided(batches: Sequence[Batch], among: int) -> list[list[Batch]]:
     return [
         group
         if len(group) >= BATCHES_FOR_EACH * among
-        else [rows_of(batch, part) for batch in group for part in _parts(batch, among)]
+        else [
+            rows_of(batch, slice(first, None, min(among, len(batch.places))))
+            for batch in group
+            for first in range(min(among, len(batch.places)))
+        ]
         for group in groups.values()
     ]
-
-
-def _parts(batch: Batch, count: int) -> list[slice]:
-    """Return every n-th row: rows are sorted by length, so the parts are similar."""
-    count = min(count, len(batch.places))
-    return [slice(first, None, count) for first in range(count)]
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:

@@ -8,13 +8,14 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from moemerge.errors import DataError, UsageError
+from moemerge.config.settings import ForwardSettings
+from moemerge.errors import DataError
 from moemerge.runtime.progress import counted
 from moemerge.text.reading import Rows
 from moemerge.text.rows import (
@@ -34,21 +35,6 @@ AUTO_HOLDOUT = 0.1
 AUTO_HOLDOUT_ROWS = 100
 
 
-class JobSettings(Protocol):
-    """The settings that all jobs which read text share."""
-
-    @property
-    def max_length(self) -> int: ...
-    @property
-    def max_tokens(self) -> int | None: ...
-    @property
-    def limit(self) -> int | None: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def map(self) -> Columns: ...
-
-
 @dataclass(frozen=True)
 class TextSettings:
     """How much of a domain's text is used. `None` means no bound."""
@@ -62,16 +48,8 @@ class TextSettings:
     map: Columns = field(default_factory=dict)  # columns, as in `parse_row`
     answers: bool = False  # whether to find the tokens of answers
 
-    def __post_init__(self) -> None:
-        for name in ("max_length", "max_tokens", "limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}, expected at least 1")
-        if self.holdout != "auto" and not 0 <= self.holdout < 1:
-            raise UsageError(f"holdout is {self.holdout}, expected 0 <= holdout < 1")
-
     @classmethod
-    def of(cls, settings: JobSettings, *, answers: bool = False) -> Self:
+    def of(cls, settings: ForwardSettings, *, answers: bool = False) -> Self:
         """Return those of a job; without a holdout setting, no rows are held out."""
         return cls(
             max_length=settings.max_length,
@@ -196,13 +174,10 @@ def _take(
     """Draw rows in a seeded order until a bound is met, and return them in file order, with the
     number of rows that were too long.
     """
-    order: Sequence[int] = range(len(rows))
-    ordered = iter(rows)
-    if settings.limit is not None or settings.max_tokens is not None:
-        order = rows.shuffled(rng)
-        ordered = rows.take(order)
-    elif rows.size > MOST_TEXT_BYTES:
+    bounded = settings.limit is not None or settings.max_tokens is not None
+    if not bounded and rows.size > MOST_TEXT_BYTES:
         raise too_large(where)
+    order, ordered = rows.drawn(rng if bounded else None)
     taken: dict[int, _Taken] = {}
     left, cut = settings.max_tokens, 0
     tokenized = tokenize(

@@ -32,7 +32,7 @@ class Rows:
         self._sources = tuple(sources)
         self._held: list[TextRow] | None = []
         self._count = self.size = 0
-        if any(_is_stream(source) for source in sources):
+        if any(isinstance(one, str | Path) and is_pipe(Path(one)) for one in sources):
             self._held = read_rows(sources)
             self._count, self.size = len(self._held), sum(row.size for row in self._held)
             return
@@ -72,19 +72,15 @@ class Rows:
         at_once = max(1, HELD_BYTES // mean)
         for start in range(0, len(places), at_once):
             wanted = places[start : start + at_once]
-            rows = self._found(frozenset(wanted))
+            found = frozenset(wanted)
+            rows = {place: row for place, row in enumerate(self) if place in found}
             for place in wanted:
                 yield rows.pop(place)
 
-    def shuffled(self, rng: random.Random) -> array[int]:
-        """Return all indices in a random order."""
+    def drawn(self, rng: random.Random | None) -> tuple[Sequence[int], Iterator[TextRow]]:
+        """Return all indices and their rows, in a random order, or without `rng` in file order."""
+        if rng is None:
+            return range(self._count), iter(self)
         order = array("q", range(self._count))
         rng.shuffle(order)
-        return order
-
-    def _found(self, wanted: frozenset[int]) -> dict[int, TextRow]:
-        return {place: row for place, row in enumerate(self) if place in wanted}
-
-
-def _is_stream(source: TextSource) -> bool:
-    return isinstance(source, str | Path) and is_pipe(Path(source))
+        return order, self.take(order)

@@ -16,7 +16,7 @@ from typing import Any
 
 from moemerge.errors import DataError
 from moemerge.registry import did_you_mean
-from moemerge.runtime.files import TEXT_SUFFIXES, open_file_or_pipe, write_whole
+from moemerge.runtime.files import TEXT_SUFFIXES, open_file_or_pipe, parse_object, write_whole
 from moemerge.runtime.progress import counted
 
 ROW_FORMATS = (
@@ -310,19 +310,8 @@ def row_fields(row: TextRow) -> dict[str, Any]:
     """Return a row's values by key, without None: a parquet table has all columns in every row."""
     content = row.content
     if not isinstance(content, Mapping):
-        hint = "one JSON object per line"
-        try:
-            halves = b"\\ud" in content.lower()
-            content = json.loads(content)
-            if halves:
-                json.dumps(content, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise DataError(f"{row.where}: holds half a character (a lone surrogate)") from None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{row.where}: not JSON ({error})", hint=hint) from None
-        if not isinstance(content, dict):
-            kind = type(content).__name__
-            raise DataError(f"{row.where}: got a JSON {kind}, expected an object", hint=ROW_FORMATS)
+        hint = f"one JSON object per line; {ROW_FORMATS}"
+        content = parse_object(content, row.where, hint, DataError)
     return {str(key): value for key, value in content.items() if value is not None}
 
 
