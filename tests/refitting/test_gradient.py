@@ -29,7 +29,7 @@ def batch(domain, *, holdout=False):
 
 
 def descent(weight, loss, *batches):
-    training = Training(steps=1, seed=0, weights={"math": 1.0}, ranks=Ranks.single())
+    training = Training(steps=1, seed=0, weights={"math": 1.0}, ranks=Ranks())
     return Descent(training, {weight: torch.float32}, loss, batches, "here")
 
 

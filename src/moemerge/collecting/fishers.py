@@ -188,7 +188,10 @@ class _Backward:
         for number, batch in enumerate(self._job.batches):
             hidden = self._forward.store.take((len(self._forward.anatomy.layers), number))
             gradients: list[Tensor] = []
-            for rows, part in _row_groups(batch, HEAD_TOKENS.get(self._device.type, 512)):
+            count, length = batch.input_ids.shape
+            step = max(1, HEAD_TOKENS.get(self._device.type, 512) // length)  # rows
+            for rows in (slice(first, first + step) for first in range(0, count, step)):
+                part = rows_of(batch, rows)
                 with self._errors_named("the head"):
                     back, heard = head_back(
                         self._model,
@@ -372,12 +375,3 @@ class _Backward:
                 f"{label}: gradients cannot be sent back through {where}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-
-
-def _row_groups(batch: Batch, tokens: int) -> Iterator[tuple[slice, Batch]]:
-    """Yield groups of rows of a batch, within the limit of `tokens`."""
-    count, length = batch.input_ids.shape
-    step = max(1, tokens // length)
-    for first in range(0, count, step):
-        rows = slice(first, first + step)
-        yield rows, rows_of(batch, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from moemerge.checkpoint.output import temporary_folder, writing
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.collecting.job import CollectingJob
 from moemerge.errors import ArchitectureError
-from moemerge.features.input_hooks import InputHooks, UnitMap
-from moemerge.features.routers import Anatomy
+from moemerge.features.input_hooks import UnitMap
 from moemerge.features.spill import Offload
 from moemerge.features.stops import Call, Rerun
 from moemerge.features.stream import ModelStream
@@ -75,32 +74,9 @@ class StateStore:
             self._folder = None
 
 
-@dataclass
-class Forward:
-    """Everything the backward pass needs."""
-
-    model: Any
-    anatomy: Anatomy
-    input_hooks: InputHooks
-    tail: str  # the norm after the last layer
-    store: StateStore  # (layer, batch) -> its input; beyond the last layer: the tail's
-    calls: dict[tuple[int, int], Rerun] = field(default_factory=dict)
-
-    @property
-    def head_names(self) -> tuple[str, ...]:
-        """Return the names of the parameters of the norm and of later modules."""
-        owner, tail = self.anatomy.owner + ".", self.tail + "."
-        return tuple(
-            name
-            for name in self.model.state_dict()
-            if name.startswith(tail) or not name.startswith(owner)
-        )
-
-
 @contextlib.contextmanager
 def run_forward(job: CollectingJob, progress: Progress) -> Iterator[Forward]:
     """Stream the model once; inside the context, all stored states exist."""
-    keeper = _InputKeeper(job)
     # Offloaded states are stored for the backward pass anyway.
     settings = replace(job.stream, offload="device")
     with ModelStream(
@@ -112,77 +88,89 @@ def run_forward(job: CollectingJob, progress: Progress) -> Iterator[Forward]:
     ) as stream:
         units = UnitMap(job.model.checkpoint, job.model.architecture, stream.names)
         units.require_experts(stream.input_hooks)
-        forward = keeper.attach(stream)
+        forward = Forward(job, stream)
         try:
             for _ in stream:
                 raise AssertionError("no stop was asked for")
-            keeper.check()
+            forward.check()
             yield forward
         finally:
             forward.store.close()
 
 
-class _InputKeeper:
-    def __init__(self, job: CollectingJob) -> None:
-        self._job = job
-        self._numbers = {id(batch): number for number, batch in enumerate(job.batches)}
-        self._after: set[str] = set()
+class Forward:
+    """Everything the backward pass needs: the input and the call of every layer."""
 
-    def attach(self, stream: ModelStream) -> Forward:
-        anatomy = stream.anatomy
+    def __init__(self, job: CollectingJob, stream: ModelStream) -> None:
+        self.model: Any = stream.model
+        self.anatomy = anatomy = stream.anatomy
+        self.input_hooks = stream.input_hooks
+        self.tail = ""  # the norm after the last layer
+        self.calls: dict[StateKey, Rerun] = {}
+        # The inputs of the layers; beyond the last layer, that of the tail.
+        place, folder = _place(job, stream), job.request.out.absolute().parent
+        self.store = StateStore(place, job.stream.device, folder)
+        self._label = job.model.label
+        self._numbers = {id(batch): number for number, batch in enumerate(job.batches)}
         self._layers = {path: number for number, path in enumerate(anatomy.layers)}
-        owner = stream.model.get_submodule(anatomy.owner)
+        self._after: set[str] = set()
         tails = [
             f"{anatomy.owner}.{name}"
-            for name, child in owner.named_children()
+            for name, child in stream.model.get_submodule(anatomy.owner).named_children()
             if not any(path.startswith(f"{anatomy.owner}.{name}.") for path in anatomy.layers)
         ]
-        stream.listen([*anatomy.layers, *tails], self.on_calls)
-        store = StateStore(
-            self._place(stream), self._job.stream.device, self._job.request.out.absolute().parent
+        stream.listen([*anatomy.layers, *tails], self._on_calls)
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """Return the names of the parameters of the norm and of later modules."""
+        owner, tail = self.anatomy.owner + ".", self.tail + "."
+        return tuple(
+            name
+            for name in self.model.state_dict()
+            if name.startswith(tail) or not name.startswith(owner)
         )
-        self.forward = Forward(stream.model, anatomy, stream.input_hooks, "", store)
-        return self.forward
 
-    def _place(self, stream: ModelStream) -> Offload:
-        wanted = self._job.request.settings.offload
-        if wanted != "auto":
-            return wanted
-        config: Any = stream.model.config.get_text_config()
-        padded = sum(batch.input_ids.numel() for batch in self._job.batches)
-        depth = len(stream.anatomy.layers) + 1
-        nbytes = padded * int(config.hidden_size) * self._job.stream.dtype.itemsize * depth
-        if nbytes <= SHARE * available_memory(self._job.stream.device):
-            return "device"
-        host = torch.device("cpu")
-        if self._job.stream.device != host and nbytes <= SHARE * available_memory(host):
-            return "cpu"
-        return "disk"
-
-    def on_calls(self, batch: Batch, rows: Tensor | None, calls: list[Call]) -> None:
+    def _on_calls(self, batch: Batch, rows: Tensor | None, calls: list[Call]) -> None:
         number = self._numbers[id(batch)]
         for call in calls:
             layer = self._layers.get(call.path)
             if layer is None:
                 # Modules outside the layers; those called after the last layer are the tail.
-                if (len(self._layers) - 1, number) in self.forward.calls:
+                if (len(self._layers) - 1, number) in self.calls:
                     self._after.add(call.path)
                     hidden = call.argument(0, "hidden_states", "x", "input")
-                    self.forward.tail = call.path
-                    self.forward.store.put((len(self._layers), number), hidden)
+                    self.tail = call.path
+                    self.store.put((len(self._layers), number), hidden)
                 continue
             rerun = call.rerun()
             if rerun is None:
                 raise ArchitectureError(f"{call.path} is called without hidden states")
-            hidden, again = rerun
-            self.forward.calls[layer, number] = again
-            self.forward.store.put((layer, number), hidden)
+            hidden, self.calls[layer, number] = rerun
+            self.store.put((layer, number), hidden)
 
     def check(self) -> None:
         if len(self._after) != 1:
             called = ", ".join(sorted(self._after)) or "nothing"
             raise ArchitectureError(
-                f"{self._job.model.label}: expected one norm after the last layer, found "
-                f"{called}; gradients cannot be sent back through it",
+                f"{self._label}: expected one norm after the last layer, found {called}; "
+                "gradients cannot be sent back through it",
                 hint='gram statistics need the forward pass alone: `kind="gram"`',
             )
+
+
+def _place(job: CollectingJob, stream: ModelStream) -> Offload:
+    """Return where the states of all layers fit."""
+    wanted = job.request.settings.offload
+    if wanted != "auto":
+        return wanted
+    config: Any = stream.model.config.get_text_config()
+    padded = sum(batch.input_ids.numel() for batch in job.batches)
+    depth = len(stream.anatomy.layers) + 1
+    nbytes = padded * int(config.hidden_size) * job.stream.dtype.itemsize * depth
+    if nbytes <= SHARE * available_memory(job.stream.device):
+        return "device"
+    host = torch.device("cpu")
+    if job.stream.device != host and nbytes <= SHARE * available_memory(host):
+        return "cpu"
+    return "disk"

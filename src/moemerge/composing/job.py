@@ -74,11 +74,6 @@ class ComposeJob:
         return 0 if gate is None else gate.top_k
 
     @property
-    def shared_gate(self) -> bool:
-        """Whether a shared expert has a gate, whose row follows those of the router."""
-        return any(len(infos) > 1 for infos in self.routers.values())
-
-    @property
     def folders(self) -> list[Path]:
         return [folder for model in self.parts.models for folder in model.checkpoint.folders]
 

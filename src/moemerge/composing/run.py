@@ -146,7 +146,8 @@ def _gates(job: ComposeJob, progress: Progress) -> dict[int, Tensor]:
     base, layers = job.parts.base, list(routers)
     if mode in ("random", "fit"):
         return {layer: _initial(job, layer, infos) for layer, infos in routers.items()}
-    shared = job.config.shared_experts if job.shared_gate else ()
+    gated = any(len(infos) > 1 for infos in routers.values())
+    shared = job.config.shared_experts if gated else ()
     prompts = tokenize_prompts(base, (*job.config.experts, *shared))
     if mode == "cheap_embed":
         return embedded_rows(base, prompts, layers)

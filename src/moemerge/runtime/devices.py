@@ -143,7 +143,9 @@ def available_memory(device: torch.device) -> int:
     """
     free = _free_memory(device) // ranks.sharing(device)
     workers = _workers.get(device.type, 1)
-    return free if workers == 1 else min(free, _all_memory(device) // workers)
+    if workers == 1:
+        return free
+    return min(free, (gpu_memory(device) if device.type == "cuda" else host_memory()) // workers)
 
 
 _workers: dict[str, int] = {}  # processes that share the memory of each type of device
@@ -152,12 +154,6 @@ _workers: dict[str, int] = {}  # processes that share the memory of each type of
 def share_memory(**workers: int) -> None:
     """Set the number of worker processes that share each type of device."""
     _workers.update(workers)
-
-
-def _all_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return gpu_memory(device)
-    return host_memory()
 
 
 def host_memory() -> int:
@@ -171,15 +167,11 @@ def _free_memory(device: torch.device) -> int:
         # Memory in torch's cache is used for the driver, but free for torch.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + kept)
-    for line in _meminfo():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return _all_memory(device)
-
-
-def _meminfo() -> list[str]:
-    path = Path("/proc/meminfo")
-    return path.read_text().splitlines() if os.path.exists(path) else []
+    if os.path.exists("/proc/meminfo"):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return host_memory()
 
 
 def free_disk(folder: Path) -> int:

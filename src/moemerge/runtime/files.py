@@ -256,14 +256,10 @@ def parse_object(
 
 def _check(value: Any) -> None:
     """Raise RecursionError if a value is nested too deeply for recursive code."""
-    level = [value]
-    for _ in range(MOST_LEVELS):
-        level = [child for node in level for child in _inside(node)]
+    level: list[Any] = [[value]]
+    for _ in range(MOST_LEVELS + 1):
+        inside = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [child for node in inside for child in node if isinstance(child, dict | list)]
         if not level:
             return
     raise RecursionError
-
-
-def _inside(node: Any) -> list[Any]:
-    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return [child for child in children if isinstance(child, dict | list)]

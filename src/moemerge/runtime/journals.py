@@ -13,6 +13,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -20,29 +21,15 @@ from moemerge.errors import DataError
 from moemerge.runtime.files import open_plain, parse_object, sync_folder
 
 
-def journal_path(out: Path) -> Path:
-    """Return the path of the finished layers of a calibration or refit."""
-    return _sibling(out, "journal")
-
-
-def saved_path(out: Path) -> Path:
-    """Return the path of the saved states of a training run."""
-    return _sibling(out, "training")
-
-
-def completions_path(out: Path) -> Path:
-    """Return the path of the completions that calibration text is made of."""
-    return _sibling(out, "completions")
-
-
-def judgements_path(out: Path) -> Path:
-    """Return the path of the judgements of these completions."""
-    return _sibling(out, "judgements")
-
-
 def _sibling(out: Path, what: str) -> Path:
     out = Path(os.path.realpath(out))
     return out.with_name(f".{out.name}.{what}")
+
+
+journal_path = partial(_sibling, what="journal")  # finished layers of a calibration or refit
+saved_path = partial(_sibling, what="training")  # saved states of a training run
+completions_path = partial(_sibling, what="completions")  # that calibration text is made of
+judgements_path = partial(_sibling, what="judgements")  # of these completions
 
 
 # --- lines ----------------------------------------------------------------------------------------

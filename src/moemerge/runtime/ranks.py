@@ -109,11 +109,6 @@ class Ranks:
     gpu: torch.device | None = None
 
     @classmethod
-    def single(cls) -> Ranks:
-        """Return a group of one process, for work that it does without the others."""
-        return cls()
-
-    @classmethod
     def join(cls, device: torch.device) -> Ranks:
         """Meet the other processes that torchrun started, if this has not happened before."""
         if asked_for() == 1:
@@ -292,7 +287,7 @@ class Ranks:
             raise LostRankError(self, error) from error
 
 
-SINGLE: Final = Ranks.single()
+SINGLE: Final = Ranks()
 
 
 class SharedReads:

@@ -18,11 +18,11 @@ from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.config.documents import StatisticsDocument, parse_document
 from moemerge.config.parameters import StatisticsKind
-from moemerge.errors import CheckpointError, NumericalError
+from moemerge.errors import CheckpointError, NumericalError, TokenizerError
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.files import parse_object
 from moemerge.runtime.lazy import torch
-from moemerge.statistics.provenance import check_fits
+from moemerge.statistics.provenance import family_name, model_fingerprint, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,9 +149,35 @@ class Statistics:
         return f"Statistics({str(self.path)!r}, {self.kind}, {len(self.units)} units)"
 
     def check_fits(self, name: str, checkpoint: Checkpoint, architecture: Architecture) -> None:
-        """Refuse statistics of another model; `name` is the user's name of the model."""
-        shapes = {key: unit.shape for key, unit in self.units.items()}
-        check_fits(str(self.path), self.provenance, shapes, name, checkpoint, architecture)
+        """Refuse statistics of another family, shape, model or tokenizer, in this order.
+
+        `name` is the user's name of the model.
+        """
+        own, stored = f"{name!r} ({checkpoint.label})", self.provenance
+        family, units = family_name(architecture), architecture.units_by_key
+        wrong = (k for k, u in self.units.items() if k not in units or units[k].shape != u.shape)
+        key = next(wrong, None)
+        raises: type[CheckpointError] = CheckpointError
+        if stored.family != family:
+            why = f", of the family {stored.family}, but {own} is {family}"
+        elif key is not None and key not in units:
+            why = f", which has {key}; {own} has no such tensor"
+        elif key is not None:
+            shape = list(self.units[key].shape)
+            why = f", where {key} is {shape}; in {own} it is {list(units[key].shape)}"
+        elif stored.model_fingerprint != model_fingerprint(checkpoint, architecture):
+            why = f"; {own} has the same shapes but other weights"
+        elif stored.tokenizer_fingerprint not in (
+            None,
+            tokenizer_fingerprint(checkpoint.tokenizer_folder) or stored.tokenizer_fingerprint,
+        ):
+            why, raises = f" with another tokenizer than {own} has now", TokenizerError
+        else:
+            return
+        raise raises(
+            f"{self.path} holds statistics of {stored.model}{why}",
+            hint=f"run `moemerge stats {checkpoint.label} OUT.stats --data FILE` on what is merged",
+        )
 
     def read(
         self, kind: StatisticsKind, unit_key: str, device: torch.device | None = None

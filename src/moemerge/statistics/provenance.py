@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,7 @@ from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.roles import Unit
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.tensors import as_bytes
-from moemerge.config.documents import Provenance
-from moemerge.errors import CheckpointError, TokenizerError
+from moemerge.errors import TokenizerError
 from moemerge.runtime.files import read_file
 from moemerge.runtime.lazy import torch
 
@@ -127,49 +126,3 @@ def data_fingerprint(rows: Iterable[Tensor]) -> str:
         digest.update(len(row).to_bytes(8, "little"))
         digest.update(as_bytes(row.to(torch.int64).contiguous()))
     return digest.hexdigest()
-
-
-def check_fits(
-    path: str,
-    provenance: Provenance,
-    shapes: Mapping[str, tuple[int, ...]],
-    name: str,
-    checkpoint: Checkpoint,
-    architecture: Architecture,
-) -> None:
-    """Refuse statistics of another family, shape, model or tokenizer, in this order."""
-    whose = f"{path} holds statistics of {provenance.model}"
-    again = f"run `moemerge stats {checkpoint.label} OUT.stats --data FILE` on what is merged"
-    family = family_name(architecture)
-    if provenance.family != family:
-        raise CheckpointError(
-            f"{whose}, of the family {provenance.family}, but {name!r} ({checkpoint.label}) is "
-            f"{family}",
-            hint=again,
-        )
-    units = architecture.units_by_key
-    for key, shape in shapes.items():
-        if key not in units:
-            raise CheckpointError(
-                f"{whose}, which has {key}; {name!r} ({checkpoint.label}) has no such tensor",
-                hint=again,
-            )
-        if units[key].shape != shape:
-            raise CheckpointError(
-                f"{whose}, where {key} is {list(shape)}; in {name!r} ({checkpoint.label}) it is "
-                f"{list(units[key].shape)}",
-                hint=again,
-            )
-    if provenance.model_fingerprint != model_fingerprint(checkpoint, architecture):
-        raise CheckpointError(
-            f"{whose}; {name!r} ({checkpoint.label}) has the same shapes but other weights",
-            hint=again,
-        )
-    vocabulary = tokenizer_fingerprint(checkpoint.tokenizer_folder)
-    if None not in (vocabulary, provenance.tokenizer_fingerprint) and (
-        vocabulary != provenance.tokenizer_fingerprint
-    ):
-        raise TokenizerError(
-            f"{whose} with another tokenizer than {name!r} ({checkpoint.label}) has now",
-            hint=again,
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,26 +159,33 @@ class Demo:
 
     def rows(self) -> Iterator[DemoRow]:
         """Make and measure every model, one by one."""
-        for name, path in {"base": self._base, **self._models}.items():
-            yield self._measured(name, "" if name == "base" else SPECIALIST, path, _Clock())
         averages = self._merge("linear", "average")
+        start = time.perf_counter()
+        for model, routers, path in self._made(averages):
+            yield self._measured(model, routers, path, start)
+            start = time.perf_counter()
+
+    def _made(self, averages: Path) -> Iterator[tuple[str, str, Path]]:
+        """Yield each model, how its routers were made, and its folder."""
+        yield "base", "", self._base
+        for name, path in self._models.items():
+            yield name, SPECIALIST, path
         for method, title in TITLES.items():
-            clock = _Clock()
             merged = self._merge(method, f"{method}-merged")
-            yield self._measured(title, AS_MERGED, merged, clock)
-            clock = _Clock()
+            yield title, AS_MERGED, merged
             control = self.folder / f"{method}-averaged-routers"
             api.swap_routers(merged, averages, control)
-            yield self._measured(title, AVERAGED, control, clock)
+            yield title, AVERAGED, control
             for label, targets in TARGETS.items():
-                clock = _Clock()
                 out = self.folder / f"{method}-calibrated-{targets}"
-                self._calibrate(merged, out, targets)
-                yield self._measured(title, label, out, clock)
+                # The demo measures on its own test problems, not on held-out rows.
+                self._repair(api.calibrate, merged, out, targets=targets, holdout=0.0)
+                yield title, label, out
             if method == REFITTED:
-                clock = _Clock()
-                refitted = self._refit(merged, self.folder / f"{method}-refitted")
-                yield self._measured(title, REFIT, refitted, clock)
+                out = self.folder / f"{method}-refitted"
+                # The stored bfloat16 is slow on many CPUs.
+                self._repair(api.refit, merged, out, dtype="float32")
+                yield title, REFIT, out
 
     def write_page(self, method: str = REFITTED) -> Path:
         """Diagnose a merge and its repaired versions, and write the report page."""
@@ -214,31 +221,11 @@ class Demo:
         api.merge(config, out, device="cpu")
         return out
 
-    def _calibrate(self, merged: Path, out: Path, targets: Targets) -> None:
-        api.calibrate(
-            merged,
-            out,
-            sources=self._models,
-            data=self._data,
-            targets=targets,
-            limit=ROWS,
-            holdout=0.0,  # the demo measures on its own test problems
-            device=self._device,
-        )
+    def _repair(self, job: Callable[..., object], merged: Path, out: Path, **settings: Any) -> None:
+        data, device = self._data, self._device
+        job(merged, out, sources=self._models, data=data, limit=ROWS, device=device, **settings)
 
-    def _refit(self, merged: Path, out: Path) -> Path:
-        api.refit(
-            merged,
-            out,
-            sources=self._models,
-            data=self._data,
-            limit=ROWS,
-            device=self._device,
-            dtype="float32",  # the stored bfloat16 is slow on many CPUs
-        )
-        return out
-
-    def _measured(self, model: str, routers: str, path: Path, clock: _Clock) -> DemoRow:
+    def _measured(self, model: str, routers: str, path: Path, start: float) -> DemoRow:
         solved = {
             domain: accuracy(path, own, device=self._device)
             for domain, own in self._problems.items()
@@ -250,7 +237,7 @@ class Demo:
             folder=str(path),
             accuracy={domain: sum(own) / len(own) for domain, own in solved.items()},
             agreement=compare_routing(path, self._models, texts, device=self._device),
-            seconds=clock.seconds,
+            seconds=round(time.perf_counter() - start, 2),
         )
 
     def _write_held_out(self, domain: str) -> Path:
@@ -274,17 +261,6 @@ def one_thread() -> Iterator[None]:
 def draw_test_problems(domain: str, count: int) -> list[Problem]:
     """Return the test problems that every model is measured on."""
     return problems(domain, split="test", count=count, seed=TEST_SEED)
-
-
-class _Clock:
-    """Measures the seconds since its creation."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        return round(time.perf_counter() - self._start, 2)
 
 
 # --- summary ------------------------------------------------------------------------------------

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -31,9 +30,6 @@ from moemerge.runtime.ranks import Ranks, asked_for
 from moemerge.text.rows import source_names
 from moemerge.tuning.job import TuningJob, TuningRequest, check_request
 from moemerge.tuning.output import CurvePoint, TunedOutput, TuningReport
-
-if TYPE_CHECKING:
-    from moemerge.tuning.trainer import Tuner
 
 # Errors of trl and transformers for unsupported models or settings.
 UNABLE: Final = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -60,9 +56,14 @@ def run_tuning(request: TuningRequest, progress: Progress) -> TuningReport:
         progress = ranks.progress(progress)
         if saved is not None:
             progress.note(f"a killed run is continued from {saved}")
-        trained = _train(job, folder, saved, progress, ranks)
-        report = _report(job, trained, time.monotonic() - begun)
-        _write(trained, output, report)
+        trainer, seconds = _train(job, folder, saved, progress, ranks)
+        resumed = 0 if saved is None else int(saved.name.rpartition("-")[2])
+        # With a sharded model every process contributes.
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        report = _report(job, trainer, resumed, seconds, time.monotonic() - begun)
+        if output is not None:
+            output.write(trainer.accelerator.unwrap_model(trainer.model), state)
+            output.finish(report)
         if states is not None:
             states.finished = True
     return report
@@ -87,16 +88,10 @@ def _states(job: TuningJob, ranks: Ranks) -> Iterator[SavedStates | None]:
         states.close(keep=keep and not states.finished)
 
 
-@dataclass(frozen=True)
-class _Trained:
-    trainer: Tuner
-    resumed: int
-    seconds: float
-
-
 def _train(
     job: TuningJob, folder: Path, saved: Path | None, progress: Progress, ranks: Ranks
-) -> _Trained:
+) -> tuple[Any, float]:
+    """Return the trainer with the trained model, and the seconds of training."""
     from moemerge.tuning.trainer import make_trainer, quiet  # trl takes seconds to import
 
     model = load_trainable(job.model, job.layout, job.weights_dtype, lora=job.lora)
@@ -122,23 +117,13 @@ def _train(
         ) from error
     finally:
         progress.finish()
-    resumed = 0 if saved is None else int(saved.name.rpartition("-")[2])
-    return _Trained(trainer, resumed, time.monotonic() - begun)
+    return trainer, time.monotonic() - begun
 
 
-def _write(trained: _Trained, output: TunedOutput | None, report: TuningReport) -> None:
-    """Write the trained weights to OUT. With a sharded model every process contributes."""
-    accelerator: Any = trained.trainer.accelerator
-    state = accelerator.get_state_dict(trained.trainer.model_wrapped)
-    if output is not None:
-        model = accelerator.unwrap_model(trained.trainer.model)
-        output.write(model, state)
-        output.finish(report)
-
-
-def _report(job: TuningJob, trained: _Trained, seconds: float) -> TuningReport:
-    settings, state = job.settings, trained.trainer.state
-    model: Any = trained.trainer.model
+def _report(
+    job: TuningJob, trainer: Any, resumed: int, training_seconds: float, seconds: float
+) -> TuningReport:
+    settings, state = job.settings, trainer.state
     curve = tuple(
         CurvePoint(
             int(point["step"]),
@@ -159,16 +144,16 @@ def _report(job: TuningJob, trained: _Trained, seconds: float) -> TuningReport:
         dtype=dtype_name(torch.bfloat16 if job.half else torch.float32),
         processes=asked_for(),
         micro_batch=job.micro_batch,
-        parameters=sum(int(p.numel()) for p in model.parameters() if p.requires_grad),
+        parameters=sum(int(p.numel()) for p in trainer.model.parameters() if p.requires_grad),
         rows=len(job.answers.rows),
         read=job.answers.read,
         tokens=job.answers.tokens,
         learnt=job.answers.learnt,
         steps=int(state.global_step),
         epochs=float(state.epoch or 0.0),
-        resumed=trained.resumed,
+        resumed=resumed,
         curve=curve,
         notices=(*job.answers.notices,),
         seconds=seconds,
-        training_seconds=trained.seconds,
+        training_seconds=training_seconds,
     )

@@ -224,7 +224,8 @@ def _join(rng: random.Random) -> tuple[str, str]:
     """`sorted by ; dog cat ox:` -> `cat;dog;ox`."""
     order, separator = rng.choice(_ORDERS), rng.choice(_SEPARATORS)
     words = [_word(rng, 2, 3) for _ in range(3)]
-    return f"{order} by {separator} {' '.join(words)}:", separator.join(_put(words, order))
+    ordered = {"sorted": sorted(words), "reversed": words[::-1], "as is": words}[order]
+    return f"{order} by {separator} {' '.join(words)}:", separator.join(ordered)
 
 
 def _count(rng: random.Random) -> tuple[str, str]:
@@ -234,12 +235,6 @@ def _count(rng: random.Random) -> tuple[str, str]:
     taken = [getattr(str, case)(word) for word in words[:count]]
     answer = " ".join(f"{number} {word}" for number, word in enumerate(taken, 1))
     return f"{count} {case} {' '.join(words)}:", answer
-
-
-def _put(words: list[str], order: str) -> list[str]:
-    if order == "sorted":
-        return sorted(words)
-    return words[::-1] if order == "reversed" else words
 
 
 # --- drawing --------------------------------------------------------------------------------------
