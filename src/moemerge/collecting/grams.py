@@ -99,15 +99,13 @@ class InputCollector:
                 hook.path, last[0] if x is last[1] else hook.path
             )
             if leader == hook.path:
-                self._count(hook, x, batch, rows)
+                tokens = real_tokens(x, batch, rows)
+                if tokens is None:
+                    self._layer.unreadable.add(hook.path)
+                else:
+                    moment = self._layer.moments.setdefault(hook.path, self._new_sum())
+                    moment.add(tokens.detach())
                 last = (hook.path, x)
-
-    def _count(self, hook: LinearHook, x: Tensor, batch: Batch, rows: Tensor | None) -> None:
-        tokens = real_tokens(x, batch, rows)
-        if tokens is None:
-            self._layer.unreadable.add(hook.path)
-        else:
-            self._layer.moments.setdefault(hook.path, self._new_sum()).add(tokens.detach())
 
     def _keep(
         self, hook: ExpertsHook, x: Tensor, chosen: Tensor, batch: Batch, rows: Tensor | None

@@ -36,14 +36,7 @@ from moemerge.errors import ConfigError
 from moemerge.features.settings import StreamSettings, forward_dtype
 from moemerge.lockstep.inputs import settings_data
 from moemerge.lockstep.output_files import COMPOSITION
-from moemerge.report.files import (
-    CARD_NAME,
-    CONFIG_NAME,
-    REPORT_NAME,
-    in_code,
-    model_card,
-    report_file,
-)
+from moemerge.report.files import in_code, model_card, own_files
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress, counted
@@ -237,11 +230,10 @@ def _copy(
 def _own_files(job: ComposeJob, report: ComposeReport) -> dict[str, bytes]:
     """Return the two configs, the report and the model card."""
     config = dump_document(config_data(job.config, absolute=True))
+    card = compose_card(report, config, job.settings)
     return {
         "config.json": (json.dumps(dict(job.model_config), indent=2) + "\n").encode(),
-        CONFIG_NAME: config.encode(),
-        CARD_NAME: compose_card(report, config, job.settings).encode(),
-        REPORT_NAME: report_file(**{COMPOSITION: report.to_json()}),
+        **own_files(config, card, **{COMPOSITION: report.to_json()}),
     }
 
 

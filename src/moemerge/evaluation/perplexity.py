@@ -56,15 +56,7 @@ def measure_texts(
 
 
 def _read(job: EvaluationJob, model: OpenModel) -> tuple[Domain, ...]:
-    settings = job.settings
-    bounds = TextSettings(
-        max_length=settings.max_length,
-        limit=settings.limit,
-        seed=settings.seed,
-        group=settings.group,
-        map=settings.map,
-        answers=True,
-    )
+    bounds = TextSettings.of(job.settings, answers=True)
     return load_domains(job.texts, load_tokenizer(model.checkpoint.tokenizer_folder), bounds)
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -47,12 +47,7 @@ class ConvertReport:
         return {**asdict(self), "seconds": round(self.seconds, 3)}
 
 
-@dataclass(frozen=True)
-class _Output:
-    """A tensor of the output, and the units that it is made of."""
-
-    info: TensorInfo
-    units: tuple[Unit, ...]  # in the output's layout
+Output = tuple[TensorInfo, tuple[Unit, ...]]  # a tensor, and its units in the output's layout
 
 
 def convert(
@@ -70,17 +65,17 @@ def convert(
     check_output(out, overwrite=overwrite, inputs=inputs)
     _require_convertible(opened)
     outputs, notices = _plan(opened, layout)
-    infos = [output.info for output in outputs]
+    infos = [info for info, _ in outputs]
     require_space(out, sum(info.nbytes for info in infos))
     with CheckpointWriter(
         out, infos, shard_bytes=SHARD_BYTES, overwrite=overwrite, inputs=inputs
     ) as writer:
         stored = StoredUnits(opened)
         progress.start("converting", len(outputs), unit="tensors")
-        for output in outputs:
-            for row, block in _blocks(output, stored):
-                _require_finite(opened, output.info.name, block)
-                writer.write(output.info.name, block, row=row)
+        for info, units in outputs:
+            for row, block in _blocks(info, units, stored):
+                _require_finite(opened, info.name, block)
+                writer.write(info.name, block, row=row)
             progress.advance(1)
         progress.finish()
         report = ConvertReport(
@@ -120,7 +115,7 @@ def _require_convertible(model: OpenModel) -> None:
         )
 
 
-def _plan(model: OpenModel, layout: ExpertLayoutName) -> tuple[list[_Output], list[str]]:
+def _plan(model: OpenModel, layout: ExpertLayoutName) -> tuple[list[Output], list[str]]:
     """Return the tensors of the output. Refuse a layout that transformers would not load."""
     skeleton, loaded = loaded_architecture(model.checkpoint)
     stored, tensors = StoredUnits(model), model.checkpoint.tensors
@@ -138,7 +133,7 @@ def _plan(model: OpenModel, layout: ExpertLayoutName) -> tuple[list[_Output], li
         for unit in (u for n in tensors if n not in unused for u in model.architecture.units(n)):
             name = _published_name(model, unit)
             outputs.append(_output(stored, name, unit.shape, (replace(unit, slot=WHOLE),)))
-    made = {output.info.name: output.info.shape for output in outputs}
+    made = {info.name: info.shape for info, _ in outputs}
     if made == {name: info.shape for name, info in tensors.items()}:
         raise UsageError(f"{model.label} has the {layout} layout already", hint="use it unchanged")
     after = map_stored(skeleton, made, f"the {layout} layout of {model.label}")
@@ -157,7 +152,7 @@ def _plan(model: OpenModel, layout: ExpertLayoutName) -> tuple[list[_Output], li
 
 def _output(
     stored: StoredUnits, name: str, shape: tuple[int, ...], units: tuple[Unit, ...]
-) -> _Output:
+) -> Output:
     """Return a tensor of the output with the dtype of its units. Refuse different ones."""
     tensors = stored.model.checkpoint.tensors
     dtypes = {tensors[stored.find(unit).tensor].dtype for unit in units}
@@ -166,7 +161,7 @@ def _output(
             f"{stored.model.label}: {name} would hold tensors of {' and '.join(map(str, dtypes))}",
             hint="write it in one dtype first: `moemerge merge` with `dtype:`",
         )
-    return _Output(TensorInfo.of(name, dtypes.pop(), shape), units)
+    return TensorInfo.of(name, dtypes.pop(), shape), units
 
 
 def _published_name(model: OpenModel, unit: Unit) -> str:
@@ -180,9 +175,10 @@ def _published_name(model: OpenModel, unit: Unit) -> str:
     return unit.tensor.removesuffix(place.rest) + rest
 
 
-def _blocks(output: _Output, stored: StoredUnits) -> Iterator[tuple[int, Tensor]]:
+def _blocks(
+    info: TensorInfo, units: Sequence[Unit], stored: StoredUnits
+) -> Iterator[tuple[int, Tensor]]:
     """Yield the output tensor in rows: expert by expert, or in parts of a whole tensor."""
-    info, units = output.info, output.units
     if units[0].slot.squeeze:
         by_rows: dict[int, list[Unit]] = defaultdict(list)
         for unit in units:

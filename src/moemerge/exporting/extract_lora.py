@@ -41,14 +41,7 @@ from moemerge.exporting.targets import (
     find_targets,
 )
 from moemerge.lockstep.models import require_same_family
-from moemerge.report.files import (
-    CARD_NAME,
-    CONFIG_NAME,
-    REPORT_NAME,
-    in_code,
-    model_card,
-    report_file,
-)
+from moemerge.report.files import in_code, model_card, own_files
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.files import write_file
@@ -271,8 +264,7 @@ class _AdapterWriter:
             if target.low_rank:
                 shape = (target.shape[-2], target.shape[-1])
                 most = min(self._settings.rank or max(shape), *shape)
-                found = factorise(blocks, shape, most, self._settings.energy)
-                found = None if found is None else found.to(self._dtype)
+                found = factorise(blocks, shape, most, self._settings.energy, self._dtype)
             factors.append(found)
             start = 0
             for block, before in blocks():
@@ -428,8 +420,4 @@ def _companions(report: ExtractLoraReport) -> dict[str, bytes]:
         config=config,
         tags=("lora", "peft", "moemerge"),
     )
-    return {
-        CONFIG_NAME: config.encode(),
-        CARD_NAME: card.encode(),
-        REPORT_NAME: report_file(extract_lora=report.to_json()),
-    }
+    return own_files(config, card, extract_lora=report.to_json())

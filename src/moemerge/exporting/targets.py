@@ -259,14 +259,11 @@ class Factors:
     b: Tensor  # (out, rank)
     a: Tensor  # (rank, in)
 
-    def to(self, dtype: torch.dtype) -> Factors:
-        return Factors(self.b.to(dtype), self.a.to(dtype))
-
 
 def factorise(
-    blocks: Blocks, shape: tuple[int, int], most: int, energy: float | None
+    blocks: Blocks, shape: tuple[int, int], most: int, energy: float | None, dtype: torch.dtype
 ) -> Factors | None:
-    """Return the leading singular directions of a matrix; None for a zero matrix.
+    """Return the leading singular directions of a matrix in `dtype`; None for a zero matrix.
 
     They are eigenvectors of its smaller Gram matrix. In float64 these resolve everything in
     float32 inputs. Only a tall matrix may come in several blocks.
@@ -289,7 +286,7 @@ def factorise(
     scale = squares[:count] ** 0.25  # the square root of the singular values
     if tall:
         b = torch.cat([(block.double() @ (short / scale)).float() for block, _ in blocks()])
-        return Factors(b, (short * scale).T.float())
+        return Factors(b.to(dtype), (short * scale).T.float().to(dtype))
     ((block, _),) = blocks()
     a = (short / scale).T @ block.double()
-    return Factors((short * scale).float(), a.float())
+    return Factors((short * scale).float().to(dtype), a.float().to(dtype))

@@ -34,6 +34,12 @@ def report_file(**parts: dict[str, Any] | None) -> bytes:
     return report_bytes(report_document(**parts))
 
 
+def own_files(config: str, card: str, **parts: dict[str, Any] | None) -> dict[str, bytes]:
+    """Return the files that moemerge adds to an output: resolved config, card and report."""
+    report = report_file(**parts)
+    return {CONFIG_NAME: config.encode(), CARD_NAME: card.encode(), REPORT_NAME: report}
+
+
 CARD = """---
 {front_matter}---
 # {title}

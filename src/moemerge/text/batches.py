@@ -124,11 +124,13 @@ def make_batches(
             (domain.holdout, domain.holdout_answers, True),
         ):
             for places in _split(rows, batch_tokens):
-                batch = _pad(domain.name, holdout, rows, places)
+                ids = pad_sequence([rows[at] for at in places], batch_first=True).long()
+                lengths = torch.tensor([len(rows[at]) for at in places])
+                mask = torch.arange(ids.shape[1]) < lengths[:, None]
+                own = None
                 if answers:
-                    own = [answers[place] for place in places]
-                    batch = replace(batch, answers=pad_sequence(own, batch_first=True).bool())
-                batches.append(batch)
+                    own = pad_sequence([answers[at] for at in places], batch_first=True).bool()
+                batches.append(Batch(domain.name, holdout, ids, mask, tuple(places), own))
     return tuple(batches)
 
 
@@ -142,10 +144,3 @@ def _split(rows: Sequence[Tensor], batch_tokens: int) -> list[list[int]]:
         else:
             groups.append([place])
     return groups
-
-
-def _pad(domain: str, holdout: bool, rows: Sequence[Tensor], places: Sequence[int]) -> Batch:
-    own = [rows[place] for place in places]
-    input_ids = pad_sequence(own, batch_first=True).long()
-    mask = torch.arange(input_ids.shape[1]) < torch.tensor([len(row) for row in own])[:, None]
-    return Batch(domain, holdout, input_ids, mask, tuple(places))

@@ -6,7 +6,7 @@ import itertools
 import random
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Self
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from moemerge.config.settings import ForwardSettings
+from moemerge.config.fields import Strict
 from moemerge.errors import DataError
 from moemerge.runtime.progress import counted
 from moemerge.text.reading import Rows
@@ -49,18 +49,10 @@ class TextSettings:
     answers: bool = False  # whether to find the tokens of answers
 
     @classmethod
-    def of(cls, settings: ForwardSettings, *, answers: bool = False) -> Self:
-        """Return those of a job; without a holdout setting, no rows are held out."""
-        return cls(
-            max_length=settings.max_length,
-            max_tokens=settings.max_tokens,
-            limit=settings.limit,
-            holdout=getattr(settings, "holdout", 0.0),
-            seed=settings.seed,
-            group=getattr(settings, "group", None),
-            map=settings.map,
-            answers=answers,
-        )
+    def of(cls, settings: Strict, *, answers: bool = False) -> Self:
+        """Return those of a job; a setting that it does not have is the default."""
+        names = {one.name for one in fields(cls)} & type(settings).model_fields.keys()
+        return cls(**{name: getattr(settings, name) for name in names}, answers=answers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,15 +194,14 @@ def _take(
 
 
 def _group(text: RowText, field: str) -> str:
-    assert text.row is not None
-    fields = row_fields(text.row)
-    if field not in fields:
+    found = row_fields(text.row)
+    if field not in found:
         raise DataError(
             f"{text.where}: no field {field!r}, which `group` names; keys found: "
-            f"{', '.join(fields)}",
+            f"{', '.join(found)}",
             hint="every row needs it: the document, package or page that it comes from",
         )
-    return str(fields[field])
+    return str(found[field])
 
 
 def _answers(

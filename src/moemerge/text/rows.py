@@ -300,10 +300,11 @@ def parse_row(
         return _string(fields, form, row.where)
     if form in ("messages", "conversations"):
         return Conversation(turns_of(fields, form, row.where), form)
-    if form == "question":
-        names = {"question": "prompt", "answer": "response"}
-        fields = {names[key]: fields[key] for key in names if key in fields}
-    return _alpaca(fields, row.where) if form == "instruction" else _prompt(fields, row.where)
+    if form == "instruction" and "input" in fields:
+        parts = [_string(fields, key, row.where) for key in ("instruction", "input")]
+        fields["instruction"] = "\n\n".join(parts) if parts[1] else parts[0]
+        del fields["input"]
+    return _prompt(fields, form, row.where)
 
 
 def row_fields(row: TextRow) -> dict[str, Any]:
@@ -315,27 +316,16 @@ def row_fields(row: TextRow) -> dict[str, Any]:
     return {str(key): value for key, value in content.items() if value is not None}
 
 
-def _prompt(fields: Mapping[str, Any], where: str) -> Conversation:
+def _prompt(fields: Mapping[str, Any], form: str, where: str) -> Conversation:
     """Parse a prompt with or without its answer: strings, or lists of messages as in trl."""
-    answers = [key for key in ("response", "completion") if key in fields]
+    answers = [key for key in FORM_KEYS[form][1:] if key in fields]
     if len(answers) > 1:
         raise DataError(f"{where}: both 'response' and 'completion', expected one answer")
-    turns = said(fields, "prompt", "user", where)
+    turns = said(fields, form, "user", where)
     for key in answers:
         turns += said(fields, key, "assistant", where)
-    listed = any(not isinstance(fields[key], str) for key in ("prompt", *answers))
-    return Conversation(turns, "prompt", joinable=not listed)
-
-
-def _alpaca(fields: Mapping[str, Any], where: str) -> Conversation:
-    """Put the input, if there is one, below the instruction."""
-    asked = _string(fields, "instruction", where)
-    if "input" in fields and (given := _string(fields, "input", where)):
-        asked = f"{asked}\n\n{given}"
-    turns: tuple[Turn, ...] = ({"role": "user", "content": asked},)
-    if "output" in fields:
-        turns += said(fields, "output", "assistant", where)
-    return Conversation(turns, "instruction", joinable=True)
+    listed = any(not isinstance(fields[key], str) for key in (form, *answers))
+    return Conversation(turns, form, joinable=not listed)
 
 
 def _string(fields: Mapping[str, Any], key: str, where: str) -> str:

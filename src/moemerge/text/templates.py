@@ -53,7 +53,8 @@ def render_turns(
     with library_errors(DataError, what, hint=hint):
         environment = cast(_Limited, template.environment)
         environment.begin()
-        values = {"messages": _plain(turns), "tools": None, "documents": None}
+        plain = json.loads(json.dumps(list(turns)))  # without methods that a template could call
+        values = {"messages": plain, "tools": None, "documents": None}
         pieces = template.generate(
             **{**names, **values, "add_generation_prompt": add_generation_prompt}
         )
@@ -71,11 +72,6 @@ def render_turns(
 @functools.lru_cache(maxsize=8)
 def _compiled(source: str) -> jinja2.Template:
     return _Limited().from_string(source)
-
-
-def _plain(turns: Sequence[dict[str, Any]]) -> Any:
-    """Return a copy as plain data: a template must not reach methods of our objects."""
-    return json.loads(json.dumps(list(turns)))
 
 
 class _Generation(Extension):

@@ -93,25 +93,21 @@ def tokenize(
     `most` returns the number of tokens still needed. A longer row has at least one more, so that it
     is recognised as longer.
     """
-    left = iter(rows)
-    more = True
-    while more:
-        texts: list[RowText] = []
-        error: DataError | None = None
-        size = 0
-        while len(texts) < ROWS_AT_ONCE and size < CHARACTERS_AT_ONCE and error is None:
-            try:
-                row = next(left, None)
-                if row is None:
-                    more = False
-                    break
-                texts.append(row_text(row, tokenizer, unread, columns))
-                size += len(texts[-1].text)
-            except DataError as bad:
-                error = bad
-        yield from zip(texts, _ids_of(texts, tokenizer, most()), strict=True)
-        if error is not None:
-            raise error
+    group: list[RowText] = []
+    size = 0
+    error: DataError | None = None
+    try:
+        for row in rows:
+            group.append(row_text(row, tokenizer, unread, columns))
+            size += len(group[-1].text)
+            if len(group) == ROWS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
+                yield from zip(group, _ids_of(group, tokenizer, most()), strict=True)
+                group, size = [], 0
+    except DataError as bad:
+        error = bad
+    yield from zip(group, _ids_of(group, tokenizer, most()), strict=True)
+    if error is not None:
+        raise error
 
 
 @dataclass(frozen=True)
@@ -120,9 +116,12 @@ class RowText:
 
     text: str
     templated: bool
-    where: str
+    row: TextRow  # as read
     turns: tuple[Turn, ...] = ()  # its turns, if it is a conversation
-    row: TextRow | None = None  # the row as read
+
+    @property
+    def where(self) -> str:
+        return self.row.where
 
     @property
     def joined(self) -> bool:
@@ -139,10 +138,10 @@ def row_text(
     """Render a row; `columns` as in `parse_row`."""
     parsed = parse_row(row, unread, columns)
     if isinstance(parsed, str):
-        return RowText(parsed, False, row.where, row=row)
+        return RowText(parsed, False, row)
     if has_template(tokenizer):
         whole = render_turns(parsed.turns, tokenizer, row.where, add_generation_prompt=False)
-        return RowText(whole, True, row.where, parsed.turns, row)
+        return RowText(whole, True, row, parsed.turns)
     if not parsed.joinable:
         raise DataError(
             f"{row.where}: {parsed.key!r} is a list of messages, which needs a chat template, and "
@@ -150,7 +149,7 @@ def row_text(
             hint="use rows with 'text', or with strings as 'prompt' and 'response'; or add "
             "chat_template.jinja to the model folder",
         )
-    return RowText(contents_of(parsed.turns), False, row.where, parsed.turns, row)
+    return RowText(contents_of(parsed.turns), False, row, parsed.turns)
 
 
 # A notice about rows for which `RowText.joined` is true.

@@ -119,13 +119,7 @@ def check_request(request: TuningRequest) -> TuningJob:
     _check_model(model, settings)
     layout = TrainedLayout(model, settings.only)
     tokenizer = load_tokenizer(model.checkpoint.tokenizer_folder)
-    text = TextSettings(
-        max_length=settings.max_length,
-        limit=settings.limit,
-        seed=settings.seed,
-        map=settings.map,
-    )
-    answers = load_answers(request.data, tokenizer, text)
+    answers = load_answers(request.data, tokenizer, TextSettings.of(settings))
     return TuningJob(request, settings, model, layout, tokenizer, answers, device)
 
 
@@ -150,8 +144,7 @@ def _check_packages() -> None:
 
 
 def _check_model(model: OpenModel, settings: TuningSettings) -> None:
-    how = model.checkpoint.quantisation is not None or model.architecture.quantised
-    if how:
+    if model.checkpoint.quantisation is not None or model.architecture.quantised:
         raise ArchitectureError(
             f"{model.label} is quantised, and training needs floats",
             hint="convert it to floats first: `moemerge merge` with passthrough does",

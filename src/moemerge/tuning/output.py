@@ -21,14 +21,7 @@ from moemerge.checkpoint.reader import AdaptedCheckpoint, as_ref
 from moemerge.config.dump import dump_document
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.lockstep.output_files import TUNING, earlier_report
-from moemerge.report.files import (
-    CARD_NAME,
-    CONFIG_NAME,
-    REPORT_NAME,
-    in_code,
-    model_card,
-    report_file,
-)
+from moemerge.report.files import in_code, model_card, own_files
 from moemerge.runtime.progress import counted
 from moemerge.tuning.job import TuningJob
 from moemerge.version import __version__
@@ -124,11 +117,7 @@ def tuning_files(report: TuningReport, folder: Path) -> dict[str, bytes]:
         config=config,
         tags=("moe", "sft", "moemerge"),
     )
-    return {
-        CONFIG_NAME: config.encode(),
-        REPORT_NAME: report_file(**{**parts, TUNING: report.to_json()}),
-        CARD_NAME: card.encode(),
-    }
+    return own_files(config, card, **{**parts, TUNING: report.to_json()})
 
 
 def _words(report: TuningReport) -> str:
