@@ -6,6 +6,7 @@ sequence, with δ = d loss / d y. Squares are summed over sequences, never squar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -159,29 +160,21 @@ def _add(total: Tensor, gradients: Tensor) -> None:
         total += torch.linalg.vector_norm(gradients, dim=0).to(total.dtype).square_()
 
 
-def groups(counts: Sequence[int], nbytes: int, device: torch.device) -> Iterator[list[int]]:
-    """Group sequences of similar length within the memory budget.
-
-    `counts` has the tokens of each sequence; `nbytes` is the size of one sequence's gradient.
-    """
-    together = max(1, BUDGET.get(device.type, BUDGET["cpu"]) // nbytes)
-    order = sorted((s for s, count in enumerate(counts) if count), key=lambda s: -counts[s])
-    for first in range(0, len(order), together):
-        yield order[first : first + together]
-
-
 def add_ragged_squares(total: Tensor, delta: Tensor, x: Tensor, counts: Sequence[int]) -> None:
-    """Add squares for rows (tokens, out) and (tokens, in), ordered by sequence."""
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count)
+    """Add squares for rows (tokens, out) and (tokens, in), ordered by sequence.
+
+    Sequences of similar length are computed together, within the memory budget.
+    """
     device = x.device
+    together = max(1, BUDGET.get(device.type, BUDGET["cpu"]) // (4 * total.numel()))
+    order = sorted((s for s, count in enumerate(counts) if count), key=lambda s: -counts[s])
     delta = torch.cat([delta, delta.new_zeros(1, delta.shape[1])])
     x = torch.cat([x, x.new_zeros(1, x.shape[1])])
     empty = x.shape[0] - 1
     lengths = torch.tensor(counts, device=device)
-    begins = torch.tensor(starts[:-1], device=device)
-    for some in groups(counts, 4 * total.numel(), device):
+    begins = torch.tensor([0, *itertools.accumulate(counts)], device=device)
+    for first in range(0, len(order), together):
+        some = order[first : first + together]
         longest = -(-counts[some[0]] // PAD) * PAD
         chosen = torch.tensor(some, device=device)
         steps = torch.arange(longest, device=device)

@@ -284,7 +284,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:  # of the connection
-            raise LostRankError(self, error) from error
+            raise LostRankError(self) from error
 
 
 SINGLE: Final = Ranks()
@@ -352,13 +352,12 @@ class SharedReads:
 class LostRankError(ResourceError):
     """Another process of the job is gone."""
 
-    def __init__(self, ranks: Ranks, error: Exception) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         super().__init__(
             f"rank {ranks.rank} of {ranks.count}: another rank ended or could not be reached",
             hint="its own message says why; what rank 0 has finished is in its journal, and the "
             "same command continues with it, with any number of ranks",
         )
-        self.__cause__ = error
 
 
 def _backend(device: torch.device) -> str:

@@ -79,9 +79,6 @@ class TuningReport:
         values = {name: value for name, value in vars(self).items() if name != "curve"}
         return {
             **values,
-            "data": list(self.data),
-            "settings": dict(self.settings),
-            "notices": list(self.notices),
             "seconds": round(self.seconds, 3),
             "training_seconds": round(self.training_seconds, 3),
             "first_loss": self.first_loss,
