@@ -128,8 +128,8 @@ def _initial(job: ComposeJob, layer: int, infos: Sequence[TensorInfo]) -> Tensor
     if job.old:
         rows[: job.old] = job.parts.base.checkpoint.read(infos[0].name)
     if job.config.gate_mode == "random":
-        new = rows[job.old :]
-        new.copy_(random_rows(layer, *new.shape, job.settings.seed))
+        new, width = len(rows) - job.old, rows.shape[1]
+        rows[job.old :] = random_rows(layer, new, width, job.settings.seed)
     return rows
 
 
