@@ -14,13 +14,9 @@ from moemerge.architectures.roles import Role, Unit
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import StatisticsKind
+from moemerge.statistics import Provenance
 from moemerge.statistics.file import pack_symmetric, packed_size
-from moemerge.statistics.provenance import (
-    Provenance,
-    family_name,
-    model_fingerprint,
-    tokenizer_fingerprint,
-)
+from moemerge.statistics.provenance import family_name, model_fingerprint, tokenizer_fingerprint
 from moemerge.statistics.writer import StatisticsWriter
 
 NOT_LINEAR = (Role.NORM, Role.EMBEDDING, Role.ROUTER_BIAS, Role.SELECTION_BIAS)
