@@ -26,6 +26,17 @@ from moemerge.runtime.process import is_alive
 MOST_BYTES: Final = 2**30
 # Suffixes of text files: JSON lines, packed or not, and tables.
 TEXT_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
+# The vocabulary of a tokenizer without tokenizer.json, in order of preference.
+VOCABULARIES: Final = (
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "tiktoken.model",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+)
 PIPE_SECONDS = 20  # to wait for the writer of a pipe
 MOST_LEVELS: Final = 100  # nesting of lists and objects
 

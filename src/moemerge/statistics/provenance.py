@@ -14,7 +14,7 @@ from moemerge.architectures.roles import Unit
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.errors import TokenizerError
-from moemerge.runtime.files import read_file
+from moemerge.runtime.files import VOCABULARIES, read_file
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -25,17 +25,6 @@ if TYPE_CHECKING:
 # element is read by itself.
 SAMPLE = 512
 EXPERT_SAMPLE = 16
-# Vocabulary files of a tokenizer without tokenizer.json, in order of preference.
-_VOCABULARIES = (
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-    "tiktoken.model",
-    "*.tiktoken",
-    "spiece.model",
-    "sentencepiece*.model",
-)
 
 
 def family_name(architecture: Architecture) -> str:
@@ -112,7 +101,7 @@ def tokenizer_fingerprint(folder: Path) -> str | None:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass  # unknown format: hash the bytes
         return hashlib.sha256(content).hexdigest()
-    for pattern in _VOCABULARIES:
+    for pattern in VOCABULARIES:
         files = sorted(path for path in folder.glob(pattern) if os.path.isfile(path))
         if files:
             return hashlib.sha256(b"".join(map(read_file, files))).hexdigest()

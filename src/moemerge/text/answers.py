@@ -21,12 +21,12 @@ from moemerge.text.domains import TextSettings
 from moemerge.text.reading import Rows
 from moemerge.text.rows import TextSource, UnreadKeys, source_names
 from moemerge.text.tokens import (
-    CHARACTERS_PER_TOKEN,
     JOINED,
     MARGIN,
     RowText,
     Span,
     answer_spans,
+    beginnings,
     mask_by_prefixes,
     row_text,
 )
@@ -130,14 +130,11 @@ class _Reader:
 
     def _tokens(self, text: RowText, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Return the tokens of a text, or of a beginning with enough tokens."""
-        most = self._most
-        taken = len(text.text) if most is None else CHARACTERS_PER_TOKEN * (most + MARGIN)
-        while True:
-            part = text.text[:taken]
+        for part in beginnings(text.text, self._most):
             ids, learnt = self._encoded(part, spans, text)
-            if most is None or taken >= len(text.text) or len(ids) >= most + MARGIN:
-                return ids, learnt
-            taken *= 4
+            if self._most is not None and len(ids) >= self._most + MARGIN:
+                break
+        return ids, learnt
 
     def _encoded(
         self, part: str, spans: Sequence[Span], text: RowText

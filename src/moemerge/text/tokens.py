@@ -14,23 +14,10 @@ from typing import Final
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, TokenizerError, library_errors
-from moemerge.runtime.files import read_utf8
+from moemerge.runtime.files import VOCABULARIES, read_utf8
 from moemerge.text.rows import Columns, TextRow, Turn, UnreadKeys, parse_row
 from moemerge.text.templates import has_template, render_turns
 
-# A folder without any of these has no vocabulary. transformers would create an empty tokenizer of
-# the model's type, and map every text to nothing or to unknown tokens.
-VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model*",
-    "vocab.json",
-    "vocab.txt",
-    "*.tiktoken",
-    "tiktoken.model",
-    "tekken.json",
-    "spiece.model",
-    "sentencepiece*.model",
-)
 Tokenizer = PreTrainedTokenizerBase  # its name in packages that do not import transformers
 # Rows per call of the tokenizer, which has its own threads and uses some 300 bytes per character.
 ROWS_AT_ONCE: Final = 128
@@ -43,12 +30,14 @@ MARGIN: Final = 16
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder."""
     hint = "copy the tokenizer files of one of the sources into the model folder"
-    if not any(next(Path(folder).glob(pattern), None) for pattern in VOCABULARIES):
-        raise TokenizerError(
-            f"{folder}: no usable tokenizer (none of {', '.join(VOCABULARIES)})", hint=hint
-        )
+    unusable = f"{folder}: no usable tokenizer"
+    # Without a vocabulary, transformers would create an empty tokenizer of the model's type, which
+    # maps every text to nothing or to unknown tokens.
+    usual = ("tokenizer.json", "tokenizer.model*", *VOCABULARIES[1:])
+    if not any(next(Path(folder).glob(pattern), None) for pattern in usual):
+        raise TokenizerError(f"{unusable} (none of {', '.join(usual)})", hint=hint)
     _check_keys(Path(folder), hint)
-    with library_errors(TokenizerError, f"{folder}: no usable tokenizer", hint=hint):
+    with library_errors(TokenizerError, unusable, hint=hint):
         return AutoTokenizer.from_pretrained(str(folder))  # type: ignore[no-any-return,no-untyped-call,unused-ignore]
 
 
@@ -168,21 +157,28 @@ def _ids_of(
     texts: Sequence[RowText], tokenizer: PreTrainedTokenizerBase, most: int | None
 ) -> Iterator[list[int]]:
     """Return the tokens of each text; for a long one, of a beginning with enough tokens."""
-    # Few tokens have more characters. If many do, a longer beginning is used.
-    characters = None if most is None else CHARACTERS_PER_TOKEN * (most + MARGIN)
     for templated, group in itertools.groupby(texts, key=lambda text: text.templated):
         wanted = list(group)
-        ids = _encoded(
-            [text.text[:characters] for text in wanted], tokenizer, templated, wanted[0].where
-        )
-        for text, row in zip(wanted, ids, strict=True):
-            taken = characters
-            while most is not None and taken is not None and taken < len(text.text):
-                if len(row) >= most + MARGIN:
+        parts = [beginnings(text.text, most) for text in wanted]
+        ids = _encoded([next(part) for part in parts], tokenizer, templated, wanted[0].where)
+        for text, row, longer in zip(wanted, ids, parts, strict=True):
+            for part in longer:
+                if most is not None and len(row) >= most + MARGIN:
                     break
-                taken *= 4
-                (row,) = _encoded([text.text[:taken]], tokenizer, templated, text.where)
+                (row,) = _encoded([part], tokenizer, templated, text.where)
             yield row
+
+
+def beginnings(text: str, most: int | None) -> Iterator[str]:
+    """Yield longer and longer beginnings of a text, until one has `most` tokens and a margin.
+
+    Few tokens have more characters than the first one allows. The last one is the whole text.
+    """
+    size = len(text) if most is None else CHARACTERS_PER_TOKEN * (most + MARGIN)
+    while size < len(text):
+        yield text[:size]
+        size *= 4
+    yield text
 
 
 def _encoded(
