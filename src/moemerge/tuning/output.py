@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Self
 
-import torch
 from torch import Tensor, nn
 
 from moemerge.architectures.roles import Role
@@ -174,8 +173,10 @@ class TunedOutput:
         else:
             with temporary_sibling(self._job.request.out) as folder:
                 save_adapter(model, state, folder, self._job)
-                for name, tensor in adapted_tensors(self._job, folder):
-                    self._place.write(name, tensor)
+                merged = AdaptedCheckpoint(self._job.model.checkpoint.path, folder)
+                with merged:
+                    for name in merged.changed:
+                        self._place.write(name, merged.read(name))
 
     def finish(self, report: TuningReport) -> None:
         """Write the report and rename the folder to OUT."""
@@ -237,14 +238,6 @@ def lora_config(job: TuningJob, model: nn.Module) -> Any:
         target_parameters=sorted(parameters) or None,
         task_type="CAUSAL_LM",
     )
-
-
-def adapted_tensors(job: TuningJob, adapter: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the base's stored tensors that the adapter changes, with the adapter merged."""
-    merged = AdaptedCheckpoint(job.model.checkpoint.path, adapter)
-    with merged:
-        for name in merged.changed:
-            yield name, merged.read(name)
 
 
 def check_adapter(model: Any, job: TuningJob) -> None:
