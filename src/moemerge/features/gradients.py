@@ -162,13 +162,9 @@ def head_back(
             ids = batch.input_ids.to(hidden.device)
             logits: Tensor = model(input_ids=ids, use_cache=False).logits
         labels = ids[:, 1:].masked_fill(~batch.mask[:, 1:].to(ids.device), -100)
+        flat = logits[:, :-1].flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         loss = nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float()
-            if logits.dtype in (torch.bfloat16, torch.float16)
-            else logits[:, :-1].flatten(0, 1),
-            labels.flatten(),
-            ignore_index=-100,
-            reduction="sum",
+            flat, labels.flatten(), ignore_index=-100, reduction="sum"
         )
     (back,) = torch.autograd.grad(loss, x)
     return back, recorder.calls

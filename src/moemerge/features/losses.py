@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -116,18 +116,13 @@ class NextTokenLoss:
 
         Documents without a predicted token are left out; None if there is no other.
         """
-        return _by_document(self.rows(domain.name), domain.groups)
-
-
-def _by_document(
-    rows: Mapping[int, tuple[float, int]], groups: Sequence[str]
-) -> DocumentLosses | None:
-    totals: dict[int | str, tuple[float, int]] = {}
-    for place in sorted(rows):
-        key = groups[place] if groups else place
-        total, tokens = totals.get(key, (0.0, 0))
-        totals[key] = (total + rows[place][0], tokens + rows[place][1])
-    kept = [(total, tokens) for total, tokens in totals.values() if tokens]
-    if not kept:
-        return None
-    return DocumentLosses(tuple(s for s, _ in kept), tuple(n for _, n in kept))
+        rows = self.rows(domain.name)
+        totals: dict[int | str, tuple[float, int]] = {}
+        for place in sorted(rows):
+            key = domain.groups[place] if domain.groups else place
+            total, tokens = totals.get(key, (0.0, 0))
+            totals[key] = (total + rows[place][0], tokens + rows[place][1])
+        kept = [(total, tokens) for total, tokens in totals.values() if tokens]
+        if not kept:
+            return None
+        return DocumentLosses(tuple(s for s, _ in kept), tuple(n for _, n in kept))

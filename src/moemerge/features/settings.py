@@ -113,7 +113,6 @@ PARKED_COPIES = 4
 # A running batch holds these, the attention's projections and one temporary of each.
 RUNNING_COPIES = 10
 HEADROOM = 0.9  # share of the free memory; allocators round up
-HOST = torch.device("cpu")
 NEAREST_FIRST: tuple[Offload, ...] = ("device", "cpu", "disk")
 
 
@@ -248,7 +247,7 @@ def fits(
     device, host = needed(estimates, extra, offload, on_host)
     return (
         device <= available_memory(estimates[0].device) * HEADROOM
-        and host <= available_memory(HOST) * HEADROOM
+        and host <= available_memory(CPU) * HEADROOM
     )
 
 

@@ -66,11 +66,8 @@ class CallLog:
         handles = []
         for path in paths:
             module = model.get_submodule(path)
-            handles.append(
-                module.register_forward_hook(self._after(path), with_kwargs=True)
-                if outputs
-                else module.register_forward_pre_hook(self._before(path), with_kwargs=True)
-            )
+            register = module.register_forward_hook if outputs else module.register_forward_pre_hook
+            handles.append(register(self._recorder(path), with_kwargs=True))
         return handles
 
     def hand_out(self, worker: Worker) -> None:
@@ -79,21 +76,14 @@ class CallLog:
         for on_calls in self._listeners:
             on_calls(worker.batch, worker.rows, calls)
 
-    def _before(self, path: str) -> Callable[..., None]:
-        def hear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if current_worker() is not None:
-                self._calls.append(Call(path, args, dict(kwargs)))
-
-        return hear
-
-    def _after(self, path: str) -> Callable[..., None]:
-        def hear(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    def _recorder(self, path: str) -> Callable[..., None]:
+        def record(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any = None
         ) -> None:
             if current_worker() is not None:
                 self._calls.append(Call(path, args, dict(kwargs), out))
 
-        return hear
+        return record
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,22 +42,17 @@ def flat_tokens(x: Tensor, batch: Batch) -> Tensor | None:
     return flat if flat.shape[0] == batch.mask.numel() else None
 
 
-def _tokens_first(x: Tensor, batch: Batch) -> Tensor:
-    """Move tokens before heads if x is (rows, heads, length, width), as in attention."""
-    count, length = batch.mask.shape
-    if x.dim() == 4 and x.shape[0] == count and x.shape[1] != length and x.shape[2] == length:
-        return x.transpose(1, 2)
-    return x
-
-
 def real_tokens(x: Tensor, batch: Batch, rows: Tensor | None) -> Tensor | None:
     """Return the rows of x that belong to real tokens, (n, width); None if that is unknown.
 
     `rows` are the positions of real tokens in the flattened batch, None without padding.
     """
     width = x.shape[-1]
-    x = _tokens_first(x, batch)
-    if tuple(x.shape[:2]) == tuple(batch.mask.shape):
+    count, length = batch.mask.shape
+    # Attention has (rows, heads, length, width): move tokens before heads.
+    if x.dim() == 4 and x.shape[0] == count and x.shape[1] != length and x.shape[2] == length:
+        x = x.transpose(1, 2)
+    if x.shape[:2] == batch.mask.shape:
         x = x.flatten(0, 1)
     elif x.shape[0] != batch.mask.numel():
         return x.reshape(-1, width) if rows is None else None
@@ -80,11 +75,8 @@ def as_sequences(x: Tensor, batch: Batch) -> Tensor | None:
     """Return x as (sequences, tokens, width); None if its rows are not grouped by sequence."""
     count, length = batch.mask.shape
     width = x.shape[-1]
-    if x.dim() > 2 and x.shape[0] == count:
-        return x.reshape(count, -1, width)
-    if x.shape[0] == count * length:
-        return x.reshape(count, -1, width)
-    return None
+    grouped = x.shape[0] == count * length or (x.dim() > 2 and x.shape[0] == count)
+    return x.reshape(count, -1, width) if grouped else None
 
 
 def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, list[int]]:

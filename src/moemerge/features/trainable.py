@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -34,14 +33,6 @@ PART_ROLES: Mapping[str, frozenset[Role]] = {
 UNTRAINED = frozenset({Role.SELECTION_BIAS})
 # The roles whose matrices get low-rank adapters.
 ADAPTED = frozenset({Role.ATTENTION, Role.EXPERT, Role.SHARED_EXPERT, Role.MLP, Role.ROUTER})
-
-
-@dataclass(frozen=True)
-class _Move:
-    """A unit in memory and its stored counterpart."""
-
-    memory: Unit
-    stored: Unit
 
 
 class TrainedLayout:
@@ -89,14 +80,14 @@ class TrainedLayout:
         self._check_places(parameters)
 
     @cached_property
-    def _moves(self) -> Mapping[str, list[_Move]]:
-        """Return the units of each stored tensor."""
+    def _moves(self) -> Mapping[str, list[tuple[Unit, Unit]]]:
+        """Return the units of each stored tensor, each in memory and as stored."""
         here = {unit.key: unit for name in self.trained for unit in self.in_memory.units(name)}
-        moves: dict[str, list[_Move]] = {}
+        moves: dict[str, list[tuple[Unit, Unit]]] = {}
         for name in self._opened.checkpoint.tensors:
             for unit in self._opened.architecture.units(name):
                 if (own := here.get(unit.key)) is not None and own.shape == unit.shape:
-                    moves.setdefault(name, []).append(_Move(own, unit))
+                    moves.setdefault(name, []).append((own, unit))
         return moves
 
     @property
@@ -105,7 +96,7 @@ class TrainedLayout:
         return self._moves.keys()
 
     def _check_places(self, parameters: Mapping[str, Tensor]) -> None:
-        reached = {move.memory.key for moves in self._moves.values() for move in moves}
+        reached = {here.key for moves in self._moves.values() for here, _ in moves}
         # The second name of a tied parameter is not stored.
         trained = {id(p) for name, p in parameters.items() if self._reaches(name, reached)}
         lost = [name for name in sorted(self.trained) if id(parameters[name]) not in trained]
@@ -128,21 +119,21 @@ class TrainedLayout:
         pinned = any(value.is_cuda for value in state.values())
         for name, moves in self._moves.items():
             info = checkpoint.tensors[name]
-            whole = sum(math.prod(move.stored.shape) for move in moves) == math.prod(info.shape)
+            whole = sum(math.prod(unit.shape) for _, unit in moves) == math.prod(info.shape)
             block = (
                 torch.empty(info.shape, dtype=info.dtype.torch, pin_memory=pinned)
                 if whole
                 else checkpoint.read(name)
             )
-            for move in moves:
-                trained = move.memory.slot.take(_rows(state[move.memory.tensor], move.memory))
+            for here, unit in moves:
+                trained = here.slot.take(_rows(state[here.tensor], here))
                 value = trained.detach().to(block.dtype)
                 if not bool(torch.isfinite(value).all()):
                     raise NumericalError(
                         f"{name} holds NaN or infinity after training (stored as {block.dtype})",
                         hint="lower the learning rate: `learning_rate=1e-5`",
                     )
-                move.stored.slot.take(_rows(block, move.stored)).copy_(value)
+                unit.slot.take(_rows(block, unit)).copy_(value)
             yield name, block
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moemerge.architectures.rules import Gate, Score
 from moemerge.errors import UsageError
-from moemerge.linalg.cg import CGResult, Ending, Resting, Status, cg
+from moemerge.linalg.cg import Ending, Resting, Status
 from moemerge.routing.curvature import DomainCurvature, RouterCurvature
 from moemerge.routing.gates import divergence
 from moemerge.routing.preconditioners import (
@@ -36,6 +36,7 @@ from moemerge.routing.preconditioners import (
     steps_to_build,
 )
 from moemerge.routing.products import DomainFeatures, chunks_of, features_of, rows_at_once
+from moemerge.routing.solve import solve_in_turn
 
 ARMIJO = 1e-4
 HALVINGS = 12
@@ -186,18 +187,19 @@ class _Newton:
         operator = RouterCurvature(
             here.curvatures, dense=1.0, diagonal=self.damping, floor=DIAGONAL_FLOOR
         )
-        result: CGResult | None = None
-        for built in self._attempts(operator):
-            fresh = built is not self.kept
-            latest = self._solve(operator, here.descent, built, result, enough)
-            result = latest if result is None else result.followed_by(latest)
-            if latest.status in (Status.CONVERGED, Status.MAX_STEPS):
-                break
-        assert result is not None  # there is always an attempt
+        ending = Ending(
+            FORCING,
+            self.settings.max_inner_steps,
+            operator.check_every,
+            resting=Resting(ENERGY_RTOL, NEGLIGIBLE * enough),
+        )
+        tried = self._attempts(operator)
+        result, trials, built = solve_in_turn(operator, here.descent, tried, ending)
+        latest, fresh = trials[-1], built is not self.kept
         self.inner_steps += result.steps
         if fresh:
             self.patience = latest.steps + steps_to_build(operator, built.kind)
-        keep = latest.converged and latest.steps <= self.patience
+        keep = latest.status is Status.CONVERGED and latest.steps <= self.patience
         self.kept = replace(built, patience=None) if keep else None
         step = result.solution
         if (
@@ -215,30 +217,6 @@ class _Newton:
                 self.kept.deflation.refresh(operator)
             yield self.kept
         yield from attempts(operator, self.settings.preconditioner, NEWTON_STEPS)
-
-    def _solve(
-        self,
-        operator: RouterCurvature,
-        rhs: Tensor,
-        built: BuiltPreconditioner,
-        before: CGResult | None,
-        enough: float,
-    ) -> CGResult:
-        return cg(
-            operator,
-            rhs,
-            start=None if before is None else before.solution,
-            preconditioner=built.operator,
-            deflation=built.deflation,
-            coarse=operator.coarse(),
-            ending=Ending(
-                FORCING,
-                self.settings.max_inner_steps,
-                operator.check_every,
-                built.patience,
-                resting=Resting(ENERGY_RTOL, NEGLIGIBLE * enough),
-            ),
-        )
 
     def went(self, length: float) -> None:
         """Adapt the damping to the step length of the line search."""

@@ -134,7 +134,7 @@ def sketched_directions(operator: RouterCurvature, count: int) -> Tensor:
     """Approximate `directions_of` by subspace iteration on a sample of the tokens."""
     width = operator.shape[1]
     scale = _feature_scale(operator)
-    wanted = sketch_size(operator.shape, count)
+    wanted = min(width, count + OVERSAMPLING)
     rng = torch.Generator().manual_seed(0)  # on the CPU: the same for every device
     basis = torch.randn(wanted, width, generator=rng, dtype=torch.float64).to(operator.device)
     stride = -(-sum(domain.tokens for domain in operator.curvatures) // SKETCH_TOKENS)
@@ -145,11 +145,6 @@ def sketched_directions(operator: RouterCurvature, count: int) -> Tensor:
     _, rotation = torch.linalg.eigh(image @ basis.T)
     leading: Tensor = rotation[:, -count:].T @ basis
     return leading * scale
-
-
-def sketch_size(shape: tuple[int, ...], count: int) -> int:
-    """Return the number of vectors in the subspace iteration for `count` directions."""
-    return min(shape[1], count + OVERSAMPLING)
 
 
 def _feature_scale(operator: RouterCurvature) -> Tensor:

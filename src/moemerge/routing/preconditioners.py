@@ -202,7 +202,7 @@ def _rest_damping(operator: RouterCurvature) -> float:
 
 def _few_directions(operator: RouterCurvature, factors: KroneckerFactors) -> BuiltPreconditioner:
     """Build Kronecker with a few of the leading directions."""
-    count = few_direction_count(operator.shape)
+    count = max(1, min(FEW_DIRECTIONS, operator.shape[1] // 2))
     deflation = LeadingDirections(operator, directions_of(factors, operator, count))
     rest = _kronecker(operator, factors).operator
     return BuiltPreconditioner(Preconditioner.KRONECKER, rest, deflation, deflation.jitter)
@@ -239,11 +239,6 @@ def direction_count(shape: tuple[int, ...], *, couples: bool = True) -> int:
     if count > DIRECTION_STEP:
         count -= count % DIRECTION_STEP
     return max(1, min(max(count, LEAST_DIRECTIONS), width // 2))
-
-
-def few_direction_count(shape: tuple[int, ...]) -> int:
-    """Return the number of directions that are combined with Kronecker at first."""
-    return max(1, min(FEW_DIRECTIONS, shape[1] // 2))
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from moemerge.errors import DataError, UsageError
 from moemerge.linalg.cg import CGResult, Ending, Status, cg
 from moemerge.routing.curvature import DomainCurvature, RouterCurvature
 from moemerge.routing.gates import Curvature
-from moemerge.routing.preconditioners import Preconditioner, attempts
+from moemerge.routing.preconditioners import BuiltPreconditioner, Preconditioner, attempts
 from moemerge.routing.products import DomainFeatures
 
 logger = logging.getLogger(__name__)
@@ -127,24 +127,48 @@ def solve_system(
         raise DataError(
             f"the merged router is {tuple(start.shape)}, the sources' are {operator.shape}"
         )
+    result, trials, _ = solve_in_turn(
+        operator,
+        operator.rhs(),
+        attempts(operator, settings.preconditioner),
+        Ending(settings.rtol, settings.max_steps, operator.check_every),
+        start=start,
+        accurate=operator.accurate(),
+    )
+    return RouterSolution(result.solution, result, tuple(trials))
+
+
+def solve_in_turn(
+    operator: RouterCurvature,
+    rhs: Tensor,
+    preconditioners: Iterable[BuiltPreconditioner],
+    ending: Ending,
+    *,
+    start: Tensor | None = None,
+    accurate: RouterCurvature | None = None,
+) -> tuple[CGResult, list[Trial], BuiltPreconditioner]:
+    """Solve with one preconditioner after another, until one is not given up.
+
+    Return the result of all solves together, each one's own, and the last preconditioner.
+    """
     result: CGResult | None = None
-    tried: list[Trial] = []
-    for built in attempts(operator, settings.preconditioner):
+    trials: list[Trial] = []
+    for built in preconditioners:
         begin = time.perf_counter()
         latest = cg(
             operator,
-            operator.rhs(),
+            rhs,
             start=start if result is None else result.solution,
             preconditioner=built.operator,
             deflation=built.deflation,
             coarse=operator.coarse(),
-            accurate=operator.accurate(),
-            ending=Ending(settings.rtol, settings.max_steps, operator.check_every, built.patience),
+            accurate=accurate,
+            ending=replace(ending, patience=built.patience),
         )
-        tried.append(Trial(built.kind, latest.steps, latest.status, built.jitter))
+        trials.append(Trial(built.kind, latest.steps, latest.status, built.jitter))
         logger.debug(
             "router of %s, %s: %s after %d steps, residual %.1e, %.3f s",
-            "×".join(map(str, start.shape)),
+            "×".join(map(str, rhs.shape)),
             built.kind,
             latest.status,
             latest.steps,
@@ -154,5 +178,5 @@ def solve_system(
         result = latest if result is None else result.followed_by(latest)
         if latest.status in (Status.CONVERGED, Status.MAX_STEPS):
             break
-    assert result is not None  # there is always an attempt
-    return RouterSolution(result.solution, result, tuple(tried))
+    assert result is not None  # there is always a preconditioner
+    return result, trials, built
