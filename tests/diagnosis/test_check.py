@@ -12,7 +12,8 @@ import moemerge
 import zoo
 from calibration import cases
 from moemerge.cli.routing_table import calibrate_report, diagnosis_report
-from moemerge.diagnosis.run import Lead, has_memorised
+from moemerge.diagnosis.run import has_memorised
+from moemerge.features.losses import MeanLoss
 from moemerge.text.domains import load_domain
 from moemerge.text.tokens import load_tokenizer
 
@@ -124,14 +125,14 @@ def test_check_text_is_refused_early(case, tmp_path):
 @pytest.mark.parametrize(
     ("own", "check", "memorised"),
     [
-        (Lead(0.30, 0.01), Lead(0.06, 0.01), True),
-        (Lead(0.507, 0.03), Lead(0.300, 0.026), True),  # measured: 25 epochs on 150 rows
-        (Lead(0.30, 0.01), Lead(0.24, 0.01), False),  # most of the lead is there
-        (Lead(0.30, 0.01), Lead(-0.10, 0.01), True),  # worse than the merge elsewhere
-        (Lead(0.30, 0.09), Lead(0.06, 0.09), False),  # too few documents
-        (Lead(0.015, 0.001), Lead(0.006, 0.001), False),  # too small to matter
-        (Lead(-0.10, 0.01), Lead(-0.02, 0.01), False),
-        (Lead(0.30, None), Lead(0.0, None), False),
+        (MeanLoss(0.30, 0.01), MeanLoss(0.06, 0.01), True),
+        (MeanLoss(0.507, 0.03), MeanLoss(0.300, 0.026), True),  # measured: 25 epochs on 150 rows
+        (MeanLoss(0.30, 0.01), MeanLoss(0.24, 0.01), False),  # most of the lead is there
+        (MeanLoss(0.30, 0.01), MeanLoss(-0.10, 0.01), True),  # worse than the merge elsewhere
+        (MeanLoss(0.30, 0.09), MeanLoss(0.06, 0.09), False),  # too few documents
+        (MeanLoss(0.015, 0.001), MeanLoss(0.006, 0.001), False),  # too small to matter
+        (MeanLoss(-0.10, 0.01), MeanLoss(-0.02, 0.01), False),
+        (MeanLoss(0.30, None), MeanLoss(0.0, None), False),
     ],
 )
 def test_the_rule(own, check, memorised):

@@ -192,14 +192,11 @@ def _line(error: BaseException, file: Path) -> str:
     return f"line {lines[-1]}: " if lines else ""
 
 
-MAX_NEW_TOKENS = 48
-
-
 def sample(
     models: Mapping[str, ModelLike],
     prompts: Sequence[str],
     *,
-    max_new_tokens: int = MAX_NEW_TOKENS,
+    max_new_tokens: int = 48,
     device: str = "auto",
     progress: Progress | None = None,
 ) -> dict[str, list[str]]:

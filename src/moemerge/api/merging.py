@@ -87,10 +87,14 @@ class RunKeywords(MergeKeywords, OutputKeywords, total=False):
 
 def load_config(source: ConfigSource, *, lenient: bool = False) -> LoadedConfig:
     """Read and check a config (a YAML path, or its content as a mapping)."""
+    return _loaded(source, lenient=lenient)
+
+
+def _loaded(source: ConfigSource, **options: bool) -> LoadedConfig:
     if isinstance(source, LoadedConfig):
         return source
     schemas, wrappers = method_schemas(), wrapper_schemas()
-    return _load_config(source, schemas=schemas, wrappers=wrappers, lenient=lenient)
+    return _load_config(source, schemas=schemas, wrappers=wrappers, **options)
 
 
 @with_keywords(MergeKeywords, MergeSettings)
@@ -394,7 +398,7 @@ def find_coefficients(
             hint=f"known: {', '.join(MAKERS)}",
         )
     chosen = settings_for(CoefficientSettings, settings, keywords, "find_coefficients")
-    loaded = _config_without_coefficients(config)
+    loaded = _loaded(config, coefficients=False)  # its file of them may not exist yet
     merge = loaded.merge
     if merge.base_model is None:
         raise UsageError(
@@ -426,12 +430,3 @@ def find_coefficients(
         overwrite=overwrite,
     )
     return run_coefficients(request, Silent() if progress is None else progress)
-
-
-def _config_without_coefficients(config: ConfigSource) -> LoadedConfig:
-    """Load a config without its file of coefficients, which may not exist yet."""
-    if isinstance(config, LoadedConfig):
-        return config
-    return _load_config(
-        config, schemas=method_schemas(), wrappers=wrapper_schemas(), coefficients=False
-    )

@@ -62,7 +62,7 @@ Checks = Annotated[
     ),
 ]
 Weights = Annotated[
-    dict[str, str] | None,
+    dict[str, float] | None,
     typer.Option(
         "--weight", metavar="NAME=X", help="How much that source counts (default: 1). Repeat it."
     ),
@@ -303,11 +303,11 @@ def _declare(
     if get_origin(kind) is Annotated and (pairs := _pairs(get_args(kind)[0])) is not None:
         option = get_args(kind)[1]
         flag = f"--{name.replace('_', '-')}" if option.default is ... else option.default
-        single = get_args(pairs)[1] is str
+        form = get_args(pairs)[1]
         optional = parameter.default is None
         annotation: Any = Annotated[list[str] | None if optional else list[str], option]
         texts = parameter.replace(annotation=annotation)
-        return [texts], lambda v: named(flag, v[name] or (), single=single)
+        return [texts], lambda v: named(flag, v[name] or (), form)
     return [parameter], lambda v: v[name]
 
 
@@ -383,30 +383,20 @@ def given(settings: Strict) -> Any:
     return {name: value for name, value in values if value is not None}
 
 
-def named(flag: str, given: Iterable[str], *, single: bool = False) -> dict[str, Any]:
-    """NAME=VALUE texts by name, in their order: the value, or a list where there may be several."""
+def named(flag: str, given: Iterable[str], form: Any) -> dict[str, Any]:
+    """Return NAME=VALUE texts by name: the text, a number, or a list of texts, as `form` states."""
     result: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not (name and equals and value):
             raise UsageError(f"{flag} {text}: expected NAME=VALUE", hint=f"{flag} math=PATH")
-        if single and name in result:
-            raise UsageError(f"{flag}: {name!r} is given twice", hint="a source has one model")
-        if single:
-            result[name] = value
-        else:
+        if form not in (str, float):
             result.setdefault(name, []).append(value)
-    return result
-
-
-def numbers(flag: str, values: Mapping[str, str] | None) -> dict[str, float]:
-    """NAME=X with X as a number."""
-    result = {}
-    for name, text in (values or {}).items():
+            continue
+        if name in result:
+            raise UsageError(f"{flag}: {name!r} is given twice", hint="a source has one model")
         try:
-            result[name] = float(text)
+            result[name] = form(value)
         except ValueError:
-            raise UsageError(
-                f"{flag} {name}={text}: expected a number", hint=f"{flag} {name}=2"
-            ) from None
+            raise UsageError(f"{flag} {text}: expected a number", hint=f"{flag} {name}=2") from None
     return result

@@ -17,7 +17,6 @@ from moemerge.cli.flags import (
     Texts,
     Weights,
     given,
-    numbers,
     verb,
 )
 from moemerge.cli.render import Samples, repair_table, show_samples
@@ -92,7 +91,7 @@ def _add_repair(repair: Repair) -> None:
                 out_folder,
                 sources=source,
                 data=data,
-                weights=numbers("--weight", weight),
+                weights=weight,
                 check=check,
                 settings=settings,
                 progress=bar,

@@ -23,11 +23,7 @@ from moemerge.version import __version__
 
 Maker = Callable[[CoefficientsJob, Progress], FoundCoefficients]
 MAKERS: Mapping[str, Maker] = {
-    "acm": acm,
-    "sens": sens,
-    "neuron": neuron,
-    "adamerging": adamerging,
-    "expertmerging": expertmerging,
+    make.__name__: make for make in (acm, sens, neuron, adamerging, expertmerging)
 }
 
 

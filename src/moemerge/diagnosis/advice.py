@@ -10,9 +10,7 @@ from typing import Any, Final
 from moemerge.diagnosis.results import MODEL, DomainTotal, LayerDiagnosis, Swap
 from moemerge.diagnosis.verdict import (
     INTACT,
-    LOCAL,
     NOTICEABLE,
-    ROUGH,
     Overall,
     gains_by_swaps,
     overall_totals,
@@ -314,11 +312,8 @@ def _listed(experts: Sequence[int]) -> str:
 
 
 def _locality(own: Overall) -> list[str]:
-    near, kl = own.mean("shift_small"), own.mean("kl_on_features")
-    if near >= LOCAL or kl == 0 or 1 / ROUGH <= own.mean("quadratic") / kl <= ROUGH:
-        return []
-    words = theory(own).removeprefix("No: ")
-    return [words[0].upper() + words[1:]]
+    verdict, _, words = theory(own).partition(": ")
+    return [words[0].upper() + words[1:]] if verdict == "No" else []
 
 
 def _few_tokens(own: Sequence[LayerDiagnosis]) -> list[str]:

@@ -10,7 +10,7 @@ import math
 import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
@@ -47,7 +47,7 @@ from moemerge.diagnosis.results import (
 from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.diagnosis.verdict import NOTICEABLE, verdict_of
 from moemerge.errors import ArchitectureError, MoeMergeError
-from moemerge.features.losses import DocumentLosses
+from moemerge.features.losses import DocumentLosses, MeanLoss
 from moemerge.features.router_stream import RouterStop
 from moemerge.lockstep.experts import ExpertMap
 from moemerge.lockstep.inputs import settings_data
@@ -358,22 +358,12 @@ MEMORISED_SHARE: Final = 0.25
 SURE: Final = 3.0
 
 
-@dataclass(frozen=True)
-class Lead:
-    """How much better a source predicts a text than the merged model, in nats a token."""
-
-    value: float
-    error: float | None
-
-    @classmethod
-    def of(cls, model: DocumentLosses | None, source: DocumentLosses | None) -> Lead | None:
-        if model is None or source is None:
-            return None
-        gap = model.minus(source).mean
-        return cls(gap.value, gap.error)
+def _lead(model: DocumentLosses | None, source: DocumentLosses | None) -> MeanLoss | None:
+    """Return how much better a source predicts a text than the merged model, in nats a token."""
+    return None if model is None or source is None else model.minus(source).mean
 
 
-def has_memorised(own: Lead, check: Lead) -> bool:
+def has_memorised(own: MeanLoss, check: MeanLoss) -> bool:
     """Return whether a source leads far more on its own text than on check text."""
     if own.error is None or check.error is None:
         return False
@@ -401,7 +391,7 @@ def check_losses(
         if name in job.sources:
             (data,) = (d for d in job.domains if d.name == name)
             pair = (sides[model].loss.documents(data) for model in (MODEL, name))
-            own, check = Lead.of(*pair), Lead.of(found[MODEL], found[name])
+            own, check = _lead(*pair), _lead(found[MODEL], found[name])
             if own is not None and check is not None and has_memorised(own, check):
                 notices.append(_memorised(name, own, check))
     return tuple(losses), notices
@@ -425,7 +415,7 @@ def _loss(
     )
 
 
-def _memorised(name: str, own: Lead, check: Lead) -> str:
+def _memorised(name: str, own: MeanLoss, check: MeanLoss) -> str:
     return (
         f"{name}: the source predicts its calibration text {own.value:.3f} nats a token better "
         f"than the merged model, but the check text only {check.value:.3f}. It was probably "

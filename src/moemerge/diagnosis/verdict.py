@@ -158,13 +158,9 @@ def _state(own: Overall) -> str:
     stands_out = worst.mismatch - mismatch > UNLIKE
     where = f", worst on {worst.domain} ({percent(worst.mismatch)})" if stands_out else ""
     share = f"{percent(mismatch)} of the sources' expert choices are not made{where}."
-    if mismatch <= INTACT:
-        return f"The routing is intact: {share}"
-    if mismatch <= SLIGHT:
-        return f"The routing has shifted a little: {share}"
-    if mismatch <= DAMAGED:
-        return f"The routing is damaged: {share}"
-    return f"The routing has broken down: {share}"
+    states = {INTACT: "is intact", SLIGHT: "has shifted a little", DAMAGED: "is damaged"}
+    words = (words for most, words in states.items() if mismatch <= most)
+    return f"The routing {next(words, 'has broken down')}: {share}"
 
 
 def _bound(swaps: Sequence[Swap]) -> list[str]:

@@ -19,16 +19,12 @@ from typing import Any
 from moemerge.errors import UsageError
 from moemerge.report.files import save_page
 
-# Names of imports; all of them are in the extra.
-NEEDED = ("plotly", "jinja2")
-
 
 def require_page() -> None:
-    """Refuse, before any long work, if the libraries that draw the page are missing."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
+    """Refuse, before any long work, if the library that draws the page is missing."""
+    if find_spec("plotly") is None:
         raise UsageError(
-            f"a report page needs {' and '.join(missing)}, which is not installed",
+            "a report page needs plotly, which is not installed",
             hint='pip install "moemerge[report]"',
         )
 

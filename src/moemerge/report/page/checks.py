@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -266,7 +266,10 @@ def _steps(rows: Sequence[DiagnosisRow], colour: str) -> Chart:
 
 def _gain(rows: Sequence[DiagnosisRow], colour: str) -> Chart:
     layers = [int(row["layer"]) for row in rows]
-    before, after = ([_mean_of(row.get(key)) for row in rows] for key in ("kl_before", "kl_after"))
+    before, after = (
+        [rounded(known_mean(map(number, row.get(key, {}).values()))) for row in rows]
+        for key in ("kl_before", "kl_after")
+    )
     lines = (Line("before", "var(--other)"), Line("after", colour, width=2.5))
     drawn = plot(
         [
@@ -282,9 +285,3 @@ def _gain(rows: Sequence[DiagnosisRow], colour: str) -> Chart:
         f"mean {plain(known_mean(before))} before (grey), {plain(known_mean(after))} after (colour)"
     )
     return Chart("gain", "KL on the calibration text", note, drawn)
-
-
-def _mean_of(by_domain: Any) -> float | None:
-    if not isinstance(by_domain, Mapping):
-        return rounded(number(by_domain))
-    return rounded(known_mean(number(value) for value in by_domain.values()))

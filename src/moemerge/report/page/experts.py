@@ -62,7 +62,8 @@ def loads(reading: Reading) -> Group:
             change = f"{of_model}-{of_source}"
             shown = {"source": of_source, "model": of_model, "change": change}[role]
             note = _load_note(reading, role, m, domain)
-            data = ({"z": shown, "y": _numbers(layers)},)
+            # As categories: dense layers between would leave empty stripes.
+            data = ({"z": shown, "y": [str(layer) for layer in layers]},)
             views[view_key(reading, d, m)] = View(note, data)
         drawn = _heat_map(len(layers), experts, role, top, reach)
         first = views[view_key(reading, 0, 0)].note
@@ -113,11 +114,6 @@ def _top(grids: Sequence[Grid], floor: float) -> float:
         return floor
     reached = sizes[min(len(sizes) - 1, math.floor(COLOUR_QUANTILE * len(sizes)))]
     return max(floor, round(reached, 1))
-
-
-def _numbers(layers: Sequence[int]) -> list[str]:
-    # As categories: dense layers between would leave empty stripes.
-    return [str(layer) for layer in layers]
 
 
 def _heat_map(layers: int, experts: int, role: str, top: float, reach: float) -> Any:
