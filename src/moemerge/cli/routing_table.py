@@ -129,7 +129,8 @@ def _heading(figure: Figure) -> str:
 def _figures(diagnosis: Diagnosis, domain: str) -> NumberTable:
     """Return all figures of one domain, a row per router and model."""
     rows = [row for row in diagnosis.layers if row.domain == domain]
-    shown = [f for n, f in FIGURES.items() if n in rows[0].figures and _is_shown(f)]
+    main = [f for f in FIGURES.values() if not f.minor and f.quantity is not Quantity.DATA]
+    shown = [figure for figure in main if figure.name in rows[0].figures]
     names, several = _names(diagnosis), len(diagnosis.models) > 1
     keys = ["layer", *(["model"] if several else [])]
     headings = [*keys, *map(_heading, shown)]
@@ -142,10 +143,6 @@ def _figures(diagnosis: Diagnosis, domain: str) -> NumberTable:
             table.add(name, *model, *(figure.text(row.figures) for figure in shown))
             name = ""
     return table
-
-
-def _is_shown(figure: Figure) -> bool:
-    return not figure.minor and figure.quantity is not Quantity.DATA
 
 
 def _totals(diagnosis: Diagnosis, *, verbose: bool) -> NumberTable:

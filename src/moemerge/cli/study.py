@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,6 @@ from moemerge.errors import NumericalError
 from moemerge.experiments.settings import StudySettings
 
 if TYPE_CHECKING:
-    from moemerge.experiments.cells import Failure
     from moemerge.experiments.estimate import StudyEstimate
     from moemerge.experiments.study import StudyReport
     from moemerge.experiments.tables import TextTable
@@ -64,7 +62,13 @@ def study(
     with interruptible(lambda: left), reporting.progress() as bar:
         report = run_study(plan, out_folder, settings, bar)
     reporting.show(report.to_json(), _shown_tables(report, legend(report.summaries)))
-    _refuse_failures(report.failures)
+    if report.failures:
+        first = report.failures[0]
+        raise NumericalError(
+            f"{len(report.failures)} parts of the study could not be made; the first: "
+            f"{first.what}: {first.why}",
+            hint="finished parts are kept; repeat the command to resume",
+        )
 
 
 def _expected(expected: StudyEstimate) -> list[Text | NumberTable]:
@@ -93,16 +97,6 @@ def _expected(expected: StudyEstimate) -> list[Text | NumberTable]:
             missing.add(one.what, one.where, one.needed_for)
         parts += [missing, Text("")]
     return [*parts, Text(str(expected))]
-
-
-def _refuse_failures(failures: Sequence[Failure]) -> None:
-    """Raise an error for the parts that failed, after the tables were shown."""
-    if failures:
-        raise NumericalError(
-            f"{len(failures)} parts of the study could not be made; the first: "
-            f"{failures[0].what}: {failures[0].why}",
-            hint="finished parts are kept; repeat the command to resume",
-        )
 
 
 def _shown_tables(report: StudyReport, legend: str) -> Group:

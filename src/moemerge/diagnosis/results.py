@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Final
 
 from moemerge.errors import UsageError
 from moemerge.report.words import Quantity, perplexity
-from moemerge.routing.figures import FIGURES, Measured, total_figures
+from moemerge.routing.figures import FIGURES, Figure, Measured, total_figures
 
 KIND: Final = "diagnosis"
 # The diagnosed model's name in the rows; compared models go by their labels.
@@ -62,7 +62,7 @@ class LayerDiagnosis(Measured):
 
     def to_json(self) -> dict[str, Any]:
         names = ("model", "domain", "layer", "router", "tokens")
-        return {name: getattr(self, name) for name in names} | _json(self.figures)
+        return {**{name: getattr(self, name) for name in names}, **_plain(self.figures)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class DomainTotal(Measured):
 
     def to_json(self) -> dict[str, Any]:
         names = ("model", "domain", "tokens")
-        return {name: getattr(self, name) for name in names} | _json(self.figures)
+        return {**{name: getattr(self, name) for name in names}, **_plain(self.figures)}
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Verdict:
     theory: str  # whether the quadratic model that calibration solves holds here
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """The whole result. `to_json` is the document that pages and programs read."""
 
@@ -158,6 +158,7 @@ class Diagnosis:
     models: tuple[NamedModel, ...]  # the diagnosed model first
     sources: Mapping[str, NamedModel]
     domains: Mapping[str, DomainFacts]
+    figures: tuple[Figure, ...]
     layers: tuple[LayerDiagnosis, ...]
     totals: tuple[DomainTotal, ...]
     swaps: tuple[Swap, ...]
@@ -165,41 +166,23 @@ class Diagnosis:
     calibration_of: str | None  # ... and its name
     refit: Mapping[str, Any] | None  # likewise of the first that was refitted
     refit_of: str | None
+    check: tuple[CheckLoss, ...]  # of every model on every check text
     verdict: Verdict
     advice: tuple[str, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    device: str = "cpu"
-    dtype: str = "float32"
-    notices: tuple[str, ...] = ()
-    seconds: float = 0.0
-    check: tuple[CheckLoss, ...] = ()  # of every model on every check text
+    settings: Mapping[str, Any]
+    device: str
+    dtype: str
+    notices: tuple[str, ...]
+    seconds: float
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data; NaN and infinity are null."""
+        own = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         return {
             "kind": KIND,
-            "version": self.version,
-            "command": self.command,
-            "created": self.created,
-            "model": asdict(self.model),
-            "models": [asdict(model) for model in self.models],
+            **own,
             "sources": {name: {"label": source.label} for name, source in self.sources.items()},
-            "domains": {name: _json(asdict(domain)) for name, domain in self.domains.items()},
-            "figures": [figure.to_json() for figure in FIGURES.values()],
-            "layers": [row.to_json() for row in self.layers],
-            "totals": [total.to_json() for total in self.totals],
-            "swaps": [_json(asdict(swap)) for swap in self.swaps],
-            "calibration": None if self.calibration is None else dict(self.calibration),
-            "calibration_of": self.calibration_of,
-            "refit": None if self.refit is None else dict(self.refit),
-            "refit_of": self.refit_of,
-            "check": [_json(asdict(one) | {"perplexity": one.perplexity}) for one in self.check],
-            "verdict": _json(asdict(self.verdict)),
-            "advice": list(self.advice),
-            "settings": dict(self.settings),
-            "device": self.device,
-            "dtype": self.dtype,
-            "notices": list(self.notices),
+            "check": [_plain(one) | {"perplexity": one.perplexity} for one in self.check],
             "seconds": round(self.seconds, 3),
         }
 
@@ -246,12 +229,10 @@ class Diagnosis:
         raise UsageError(f"no figures of {model!r} on {domain!r}; there are {have}")
 
 
-def _json(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in values.items()}
-
-
 def _plain(value: Any) -> Any:
-    """Convert tuples, NaN and infinity, which JSON does not have."""
+    """Convert dataclasses, tuples, NaN and infinity, which JSON does not have."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return value.to_json() if hasattr(value, "to_json") else _plain(asdict(value))
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -56,6 +56,7 @@ from moemerge.lockstep.output import Output
 from moemerge.lockstep.streams import Stops, Visitor, open_lockstep, walk
 from moemerge.report.files import REPORT_NAME
 from moemerge.report.words import display_names
+from moemerge.routing.figures import FIGURES
 from moemerge.routing.measure import FigureSums, RouterView, compare
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
@@ -277,6 +278,7 @@ def _diagnosis(
             )
             for d in job.domains
         },
+        figures=tuple(FIGURES.values()),
         layers=rows,
         totals=totals,
         swaps=swaps,
@@ -284,6 +286,7 @@ def _diagnosis(
         calibration_of=next(iter(calibrations), None),
         refit=next(iter(refits.values()), None),
         refit_of=next(iter(refits), None),
+        check=(),
         verdict=verdict_of(with_source, names, measured.swaps),
         advice=advise(measured),
         settings=settings_data(request.settings),

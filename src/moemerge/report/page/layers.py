@@ -19,7 +19,6 @@ from moemerge.report.page.plots import (
     ceiling,
     colour_of,
     emphasised_last,
-    formats,
     go,
     layer_axis,
     lines_of,
@@ -92,7 +91,9 @@ def _panel(
     key: str,
 ) -> Chart:
     traces = []
-    lines, (tick, shown) = lines_of(reading), formats(what.quantity)
+    lines = lines_of(reading)
+    # On the axis, and in the hover box.
+    tick, shown = (".0%", ".1%") if what.quantity is Quantity.SHARE else ("~g", ".3~g")
     for model in emphasised_last(reading):
         rows = reading.rows(model, domain)
         numbers = [int(row["layer"]) for row in rows]

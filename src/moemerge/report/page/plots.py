@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from moemerge.report.words import FigureWords, Quantity, display_names, number, short
+from moemerge.report.words import FigureWords, display_names, number, short
 
 DiagnosisRow = Mapping[str, Any]
 
@@ -277,11 +277,6 @@ def layer_axis(layers: Sequence[int]) -> dict[str, Any]:
         unifiedhovertitle={"text": "<b>Layer %{x}</b>"},
         **({"nticks": 9} if many else {"dtick": 1 if high - low < 9 else 2}),
     )
-
-
-def formats(quantity: Quantity) -> tuple[str, str]:
-    """Return plotly's number formats for a quantity: on an axis, and in the hover box."""
-    return (".0%", ".1%") if quantity is Quantity.SHARE else ("~g", ".3~g")
 
 
 def log_ticks(ends: Sequence[float]) -> dict[str, Any]:
