@@ -9,7 +9,7 @@ import zoo
 from calibration import cases as calibrating
 from moemerge.refitting.records import Record
 from moemerge.refitting.targets import (
-    HiddenState,
+    LayerStructure,
     LayerView,
     ResidualWrite,
     RoundingCheck,
@@ -116,7 +116,7 @@ def test_a_states_rounding_by_hand():
     value = torch.full((1, 1), 8.0, dtype=torch.bfloat16)
     record = Record(entered=value, outputs={"o": torch.full((1, 1), 2.0, dtype=torch.bfloat16)})
     view = LayerView(torch.nn.Module(), {id(batch): record})
-    state = HiddenState((ResidualWrite("o", 1.0), ResidualWrite("e", 1.0)), {})
+    state = LayerStructure((ResidualWrite("o", 1.0), ResidualWrite("e", 1.0)), {})
     own = 2 * 2.0**-24
     first = state.rounding(view, batch, 0, slice(None), torch.full((1, 1), 2.0))
     assert float(first) == pytest.approx(own * (8 + 10))

@@ -27,6 +27,7 @@ from moemerge.distilling.teachers import (
     positions,
 )
 from moemerge.errors import NumericalError
+from moemerge.linalg.search import lowest
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks
 from moemerge.runtime.timing import Stopwatch
@@ -275,29 +276,17 @@ class Trainer:
     def choose_rate(self) -> tuple[float, dict[float, float]]:
         """Return the best rate, and the held-out divergence after a short training with each tried.
 
-        The search walks downhill over `RATES`. A rate at which training diverges counts as
-        infinitely bad.
+        A rate at which training diverges counts as infinitely bad.
         """
         start = self.student.snapshot(self.options.snapshots)
-        tried: dict[float, float] = {}
         steps = max(1, round(TRIAL * self.options.steps))
 
-        def value(at: int) -> float:
-            rate = RATES[at]
-            if rate not in tried:
-                tried[rate] = self._trial(rate, steps)
-                self.student.load(start)
-            return tried[rate]
+        def error(rate: float) -> float:
+            found = self._trial(rate, steps)
+            self.student.load(start)
+            return found
 
-        first = self.options.first_rate
-        at = min(range(len(RATES)), key=lambda n: abs(math.log(RATES[n] / first)))
-        for direction in (1, -1):
-            moved = False
-            while 0 <= at + direction < len(RATES) and value(at + direction) < value(at):
-                at, moved = at + direction, True
-            if moved:
-                break
-        return min(tried, key=tried.__getitem__), tried
+        return lowest(RATES, self.options.first_rate, error)
 
     def _trial(self, rate: float, steps: int) -> float:
         self.progress.start(f"trying the rate {rate:.2g}", steps, unit="steps")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,18 +18,19 @@ from moemerge.errors import NumericalError
 from moemerge.features.input_hooks import ExpertsHook, ExpertView
 from moemerge.features.tokens import sort_by_expert
 from moemerge.lockstep.experts import ExpertMap
+from moemerge.refitting.job import RefitJob
 from moemerge.refitting.least_squares import (
     Affine,
-    DomainScales,
     Factor,
     Fit,
     FitSums,
-    Quantise,
     RidgeRule,
     concatenated,
     fit_map,
 )
 from moemerge.refitting.linear import blocks
+from moemerge.refitting.plan import Storage, UnitPart
+from moemerge.refitting.report import kind_of_map
 from moemerge.runtime.gpu import Overlap
 from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
@@ -112,6 +113,7 @@ class ExpertStack:
 
     def __init__(self, module: Any, hook: ExpertsHook, experts: ExpertMap | None = None) -> None:
         self.module = module
+        self.hook = hook
         self.experts = experts
         self.names = {"up": hook.up.rpartition(".")[2], "down": hook.down.rpartition(".")[2]}
 
@@ -157,14 +159,22 @@ Problem = Callable[[RoutedDomain, int], Iterator[ExpertRows]]
 class ProjectionFit:
     """The fit of one projection of all experts of a layer."""
 
+    job: RefitJob
+    storage: Storage
     stack: ExpertStack
     which: str  # up (with gate) or down
-    kind: str  # of map; those of one kind have much the same λ
-    count: int
-    stored: torch.dtype
-    quantise: Callable[[int], Quantise | None]  # of an expert
-    scales: DomainScales
-    ranks: Ranks
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.job.ranks
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self.stack.hook, self.which))
+
+    @cached_property
+    def _units(self) -> dict[tuple[str, int], list[UnitPart]]:
+        return self.storage.experts(self.stack.hook, self.stack.module)
 
     def run(
         self, routings: Sequence[RoutedDomain], problem: Problem, rule: RidgeRule
@@ -174,19 +184,20 @@ class ProjectionFit:
         Experts do not read each other's outputs, so their order does not matter. They are assigned
         to ranks round-robin.
         """
-        device = routings[0].x.device
+        device, count = routings[0].x.device, self.stack.hook.count
         ready: dict[int, tuple[FitSums, FitSums]] = {}
         if rule.fixed is None:
             shape = self.stack.weight(self.which, 0).shape
-            sampled = _sample(routings, self.count, shape, self.ranks)
+            sampled = _sample(routings, count, shape, self.ranks)
             ready = {expert: self._sums(routings, problem, expert) for expert in sampled}
         own = [sums for expert, sums in ready.items() if self._is_own(expert)]
-        ridge = rule.choose(self.kind, own, partial(self.ranks.sum_of, device=device))
+        kind = kind_of_map(self._name)  # maps of one kind have much the same λ
+        ridge = rule.choose(kind, own, partial(self.ranks.sum_of, device=device))
         # A factorisation leaves most of a GPU idle, so a fit overlaps with the next experts' sums.
         overlap = Overlap(device)
         fits: dict[int, Fit] = {}
         waiting: list[tuple[int, tuple[FitSums, FitSums], Any]] = []
-        for expert in range(self.count):
+        for expert in range(count):
             sums = ready.pop(expert, None) or self._sums(routings, problem, expert)
             if self._is_own(expert):
                 waiting.append((expert, sums, overlap.mark()))
@@ -201,14 +212,15 @@ class ProjectionFit:
 
     def _of_all(self, fits: dict[int, Fit]) -> tuple[Fit, ...]:
         """Exchange weights and fits, so that every rank has all of them."""
+        experts = range(self.stack.hook.count)
         if self.ranks.count > 1:
-            for expert in range(self.count):
+            for expert in experts:
                 weight = self.stack.weight(self.which, expert).contiguous()
                 self.ranks.broadcast(self._owner(expert), weight)
                 self.stack.put(self.which, expert, weight)
             gathered = self.ranks.gather(fits)
             fits = {expert: fit for own in gathered for expert, fit in own.items()}
-        return tuple(fits[expert] for expert in range(self.count))
+        return tuple(fits[expert] for expert in experts)
 
     def _fit(
         self, expert: int, sums: tuple[FitSums, FitSums], mark: Any, ridge: float, overlap: Overlap
@@ -217,9 +229,9 @@ class ProjectionFit:
             with overlap.after(mark):
                 merged = self.stack.weight(self.which, expert)
                 factor = Factor(sums[0].gram, ridge)
-                weight, fit = fit_map(
-                    merged, *sums, factor, self.stored, quantise=self.quantise(expert)
-                )
+                stored = self.storage.dtype(self._name)
+                quantise = self.storage.quantise(self._units[self.which, expert])
+                weight, fit = fit_map(merged, *sums, factor, stored, quantise=quantise)
                 self.stack.put(self.which, expert, weight)
             return {expert: fit}
         except NumericalError as error:
@@ -235,7 +247,7 @@ class ProjectionFit:
         for routing in routings:
             for rows in problem(routing, expert):
                 first = routing.batches[0]
-                scale = rows.root * self.scales(first)
+                scale = rows.root * self.job.scales(first)
                 sums[first.holdout].add(rows.x, rows.missing, scale, factor=rows.factor)
         for one in sums:
             one.add_up(self.ranks, self._owner(expert))

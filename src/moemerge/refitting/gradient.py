@@ -22,6 +22,7 @@ from torch.nn.functional import kl_div
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.stops import Rerun
 from moemerge.features.tokens import real_tokens
+from moemerge.linalg.search import lowest
 from moemerge.refitting.least_squares import Affine, Fit
 from moemerge.refitting.records import LayerCalls, Record
 from moemerge.runtime.devices import deterministic
@@ -279,28 +280,18 @@ class Descent:
     def _choose_rate(self, start: Sequence[Tensor]) -> float:
         """Return the best of the rates tried, walking downhill from the last layer's."""
         steps = max(1, round(TRIAL * self.training.steps))
-        tried: dict[int, float] = {}
 
-        def error(at: int) -> float:
-            if at not in tried:
-                found = self._train(RATES[at], steps)
-                tried[at] = found if math.isfinite(found) else math.inf
-                self._set(start)
-            return tried[at]
+        def error(rate: float) -> float:
+            found = self._train(rate, steps)
+            self._set(start)
+            return found if math.isfinite(found) else math.inf
 
-        at = min(range(len(RATES)), key=lambda n: abs(math.log(RATES[n] / self.training.rate)))
-        for direction in (1, -1):
-            moved = False
-            while 0 <= at + direction < len(RATES) and error(at + direction) < error(at):
-                at, moved = at + direction, True
-            if moved:
-                break
-        if not math.isfinite(error(at)):
+        chosen, tried = lowest(RATES, self.training.rate, error)
+        if not math.isfinite(tried[chosen]):
             raise NumericalError(
                 f"{self.where}: the error is not finite after {steps} steps at any rate tried",
                 hint='use `solver="closed-form"`',
             )
-        chosen: float = RATES[at]
         return chosen
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor
 from moemerge.errors import ArchitectureError
 from moemerge.features.input_hooks import ExpertsHook, LinearHook
 from moemerge.features.stops import Stop
-from moemerge.lockstep.experts import ExpertMaps
 from moemerge.refitting.experts import (
     DomainKey,
     ExpertStack,
@@ -23,44 +22,28 @@ from moemerge.refitting.experts import (
     last_projection,
     own_projection,
 )
+from moemerge.refitting.job import RefitJob
 from moemerge.refitting.least_squares import (
     Affine,
-    DomainScales,
+    Factor,
+    Fit,
     RidgeRule,
     concatenated,
+    fit_map,
     parameter,
 )
-from moemerge.refitting.linear import Inputs, Missing, fit_linear, fitted_by_lead, sum_up
+from moemerge.refitting.linear import Inputs, Missing, fitted_by_lead, sum_up
 from moemerge.refitting.plan import LayerPlan, Storage
-from moemerge.refitting.report import ExpertsRow, FitRow, MapRow, kind_of_map
+from moemerge.refitting.report import Row, experts_row, kind_of_map, map_row
 from moemerge.refitting.targets import (
-    HiddenState,
+    LayerStructure,
     LayerView,
-    ResidualWrite,
     RoundingCheck,
     of_experts,
     of_output,
     roundings_of,
 )
-from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
-
-
-@dataclass
-class LayerStructure:
-    """How a layer's modules write to the hidden state, found from the first batch."""
-
-    writes: tuple[ResidualWrite, ...] = ()
-    leaders: Mapping[str, str] = field(default_factory=dict)  # gate -> reads the same, earlier
-    called: frozenset[str] = frozenset()  # modules that the layer runs
-
-    def place(self, path: str) -> int | None:
-        """Return the index of a module's write, or None if it writes elsewhere."""
-        return next((at for at, write in enumerate(self.writes) if write.path == path), None)
-
-    @property
-    def state(self) -> HiddenState:
-        return HiddenState(self.writes, self.leaders)
 
 
 @dataclass
@@ -71,16 +54,13 @@ class LayerFitter:
     structure: LayerStructure
     merged: LayerView
     sources: Mapping[str, LayerView]  # by domain
-    scales: DomainScales
+    job: RefitJob
     ridge: RidgeRule
-    stored: Callable[[str], torch.dtype]  # of a parameter by its name in memory
     storage: Storage
-    ranks: Ranks
-    experts: ExpertMaps = field(default_factory=dict)  # of sources with more experts
     notices: list[str] = field(default_factory=list)
     _shared: Inputs | None = None
 
-    def fit(self, stop: Stop) -> list[FitRow]:
+    def fit(self, stop: Stop) -> list[Row]:
         """Refit the map that all batches stopped before, and store its weight."""
         if not all(a.given for a in stop.arrivals) or not self._recorded(stop):
             self.notices.append(
@@ -103,25 +83,31 @@ class LayerFitter:
 
     # --- linear maps ---
 
-    def _linear(self, stop: Stop, hook: LinearHook) -> MapRow:
+    def _linear(self, stop: Stop, hook: LinearHook) -> Row:
         place = self.structure.place(hook.path)
         inputs = self._inputs(stop, alone=place is not None)
         missing = self._own(hook) if place is None else self._residual(stop, hook, place)
-        sums = sum_up(inputs, hook.shape[0], missing, self.scales, self.ranks)
+        calibration, held = sum_up(self.job, inputs, hook.shape[0], missing)
         old = parameter(self.merged.model, hook.weight)
-        stored, quantise = self.stored(hook.weight), self.storage.linear(hook)
-        weight, fit = fitted_by_lead(
-            lambda: fit_linear(
-                old, sums, self.ridge.choose(kind_of_map(hook.weight), [sums]), stored, quantise
-            ),
-            self.ranks,
-        )
+
+        def fit() -> tuple[Tensor, Fit]:
+            ridge = self.ridge.choose(kind_of_map(hook.weight), [(calibration, held)])
+            return fit_map(
+                old,
+                calibration,
+                held,
+                Factor(calibration.gram, ridge),
+                self.storage.dtype(hook.weight),
+                quantise=self.storage.quantise(self.storage.linear(hook)),
+            )
+
+        weight, found = fitted_by_lead(fit, self.job.ranks)
         with torch.no_grad():
             old.copy_(weight)
         self.forget(hook.path)
         self._forget_states(place)
         target = "output" if place is None else "hidden state"
-        return MapRow(hook.weight, target, fit)
+        return map_row(hook.weight, target, found)
 
     def _inputs(self, stop: Stop, *, alone: bool) -> Inputs:
         if not stop.shared or self._shared is None or alone:
@@ -147,7 +133,7 @@ class LayerFitter:
     def _residual(self, stop: Stop, hook: LinearHook, place: int) -> Missing:
         """Return residuals to the source's hidden state after this write."""
         now = Affine.of(self.merged.model, hook.weight).widened()
-        state, write = self.structure.state, self.structure.writes[place]
+        state, write = self.structure, self.structure.writes[place]
 
         def written(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
             factor = state.coefficient(self.merged, batch, write, rows)
@@ -166,7 +152,7 @@ class LayerFitter:
         check = RoundingCheck(self.sources)
         for arrival in stop.arrivals:
             check.compare(arrival.batch, partial(compared, arrival.batch, arrival.given[0]))
-        matching = check.matching(self.ranks)
+        matching = check.matching(self.job.ranks)
 
         def missing(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
             output, factor = written(batch, rows, x)
@@ -178,14 +164,13 @@ class LayerFitter:
 
     # --- experts ---
 
-    def _experts(self, stop: Stop, hook: ExpertsHook) -> list[FitRow]:
-        module: Any = self.merged.model.get_submodule(hook.path)
-        stack = ExpertStack(module, hook)
+    def _experts(self, stop: Stop, hook: ExpertsHook) -> list[Row]:
+        stack = ExpertStack(self.merged.model.get_submodule(hook.path), hook)
         theirs = {
             name: ExpertStack(
                 view.model.get_submodule(hook.path),
                 hook,
-                self.experts.get(name, {}).get(self.plan.number),
+                self.job.experts.get(name, {}).get(self.plan.number),
             )
             for name, view in self.sources.items()
         }
@@ -205,29 +190,20 @@ class LayerFitter:
         def source(key: DomainKey) -> tuple[ExpertStack, Tensor]:
             return theirs[key[0]], states[key]
 
-        fits: list[FitRow] = []
+        rows: list[Row] = []
         place = self.structure.place(hook.path)
         for which in ("up", "down"):
-            name = getattr(hook, which)
-            fitting = ProjectionFit(
-                stack=stack,
-                which=which,
-                kind=kind_of_map(name),
-                count=hook.count,
-                stored=self.stored(name),
-                quantise=self.storage.experts(hook, module, which),
-                scales=self.scales,
-                ranks=self.ranks,
-            )
             if which == "up" or place is None:
                 problem, target = own_projection(stack, which, source), "output"
             else:
                 states.clear()
                 problem, target = self._last(stack, batches, place), "hidden state"
-            fitted = fitting.run(routings, problem, self.ridge)
-            fits.append(ExpertsRow(name, target, fitted))
+            fits = ProjectionFit(self.job, self.storage, stack, which).run(
+                routings, problem, self.ridge
+            )
+            rows.append(experts_row(getattr(hook, which), target, fits))
         self._forget_states(place)
-        return fits
+        return rows
 
     # --- releasing memory ---
 
@@ -276,7 +252,7 @@ class LayerFitter:
             shares[key][filled[key] : filled[key] + gap.shape[0]] = gap
             filled[key] += gap.shape[0]
             factors.setdefault(key, []).append(factor)
-        matching = check.matching(self.ranks)
+        matching = check.matching(self.job.ranks)
         for (domain, _), gaps in shares.items():
             if domain in matching:
                 gaps.zero_()
@@ -289,7 +265,7 @@ class LayerFitter:
     ) -> tuple[Tensor, Tensor | float]:
         """Return one batch's residual after the experts, and the factor of their output."""
         batch, everything = routing.batch, slice(None)
-        state, write = self.structure.state, self.structure.writes[place]
+        state, write = self.structure, self.structure.writes[place]
         with torch.no_grad():
             output: Tensor = stack.module(routing.x, routing.chosen, routing.weights)
         factor = state.coefficient(self.merged, batch, write, everything)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moemerge.checkpoint.quantised.tensor import Rounding
 from moemerge.errors import NumericalError
 from moemerge.kernels import long_sums
+from moemerge.linalg.search import lowest
 from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
 
@@ -261,52 +262,22 @@ def _cholesky(gram: Tensor, damping: float) -> Tensor | None:
     return lower if bool(works) else None
 
 
-@dataclass(frozen=True)
-class RidgeChoice:
-    """A ridge chosen on held-out tokens."""
-
-    ridge: float
-    errors: dict[float, float]  # λ tried -> summed error on held-out tokens
-
-
 def choose_ridge(
     problems: Sequence[tuple[FitSums, FitSums]],
-    ridges: Sequence[float] = RIDGES,
     start: float = FIRST_GUESS,
     added_up: Callable[[float], float] = float,
-) -> RidgeChoice:
-    """Return the λ with the least total error on held-out tokens.
+) -> float:
+    """Return the λ with the least total error on held-out tokens; of equals, the largest.
 
-    `problems` are (calibration, held-out) sums of maps of one kind. The search walks downhill over
-    `ridges` from `start`: the error has one minimum, and every step costs a factorisation.
-    `added_up` adds the errors of other ranks.
+    `problems` are (calibration, held-out) sums of maps of one kind. `added_up` adds the errors of
+    other ranks.
     """
-    errors: dict[float, float] = {}
 
-    def error(ridge: float) -> float:
-        if ridge not in errors:
-            own = (
-                held.error(Factor(sums.gram, ridge).update(sums.cross)) for sums, held in problems
-            )
-            errors[ridge] = added_up(sum(own))
-        return errors[ridge]
+    def error(ridge: float) -> tuple[float, float]:
+        own = (held.error(Factor(sums.gram, ridge).update(sums.cross)) for sums, held in problems)
+        return added_up(sum(own)), -ridge
 
-    at = min(range(len(ridges)), key=lambda i: abs(ridges[i] - start))
-    at = _downhill(at, lambda i: error(ridges[i]), len(ridges))
-    return RidgeChoice(ridges[at], errors)
-
-
-def _downhill(at: int, value: Callable[[int], float], count: int) -> int:
-    """Return the local minimum that a descent from `at` reaches; of equals, the rightmost."""
-    for step in (1, -1):
-        moved = False
-        while 0 <= at + step < count and (
-            value(at + step) < value(at) or (step > 0 and value(at + step) == value(at))
-        ):
-            at, moved = at + step, True
-        if moved:
-            break
-    return at
+    return lowest(RIDGES, start, error)[0]
 
 
 @dataclass
@@ -330,7 +301,7 @@ class RidgeRule:
         if self.fixed is not None:
             return self.fixed
         start = self.last.get(kind, FIRST_GUESS)
-        self.last[kind] = choose_ridge(problems, start=start, added_up=added_up).ridge
+        self.last[kind] = choose_ridge(problems, start, added_up)
         return self.last[kind]
 
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moemerge.refitting.job import RefitJob
 from moemerge.refitting.least_squares import (
     Affine,
-    DomainScales,
     Factor,
     Fit,
     FitSums,
-    Quantise,
     RidgeRule,
     fit_map,
 )
@@ -46,7 +45,7 @@ class Inputs:
 
 
 def sum_up(
-    inputs: Inputs, outputs: int, missing: Missing, scales: DomainScales, ranks: Ranks
+    job: RefitJob, inputs: Inputs, outputs: int, missing: Missing
 ) -> tuple[FitSums, FitSums]:
     """Return sums over calibration rows and over held-out rows; rank 0 gets those of all ranks."""
     fresh = inputs.calibration is None
@@ -59,11 +58,11 @@ def sum_up(
     for batch, x in zip(inputs.batches, inputs.values, strict=True):
         for rows in blocks(x.shape[0], max(outputs, inputs.width), x.device):
             part = x[rows]
-            scale = torch.full((1,), scales(batch), dtype=torch.float64, device=x.device)
+            scale = torch.full((1,), job.scales(batch), dtype=torch.float64, device=x.device)
             residual, factor = missing(batch, rows, part)
             sums[batch.holdout].add(part, residual, scale, factor=factor, gram=fresh)
     for one in sums:
-        one.add_up(ranks, gram=fresh)
+        one.add_up(job.ranks, gram=fresh)
     return sums
 
 
@@ -71,19 +70,6 @@ def blocks(tokens: int, width: int, device: torch.device) -> Iterator[slice]:
     size = max(1, BLOCK_VALUES.get(device.type, BLOCK_VALUES["cpu"]) // max(1, width))
     for begin in range(0, tokens, size):
         yield slice(begin, min(begin + size, tokens))
-
-
-def fit_linear(
-    merged: Tensor,
-    sums: tuple[FitSums, FitSums],
-    ridge: float,
-    stored: torch.dtype,
-    quantise: Quantise | None = None,
-) -> tuple[Tensor, Fit]:
-    """Return a map's new weight (out, in), and its figures."""
-    calibration, held = sums
-    factor = Factor(calibration.gram, ridge)
-    return fit_map(merged, calibration, held, factor, stored, quantise=quantise)
 
 
 def fitted_by_lead(fit: Callable[[], tuple[Tensor, Fit]], ranks: Ranks) -> tuple[Tensor, Fit]:
@@ -106,14 +92,13 @@ SAMPLED = 2048  # rows, spread over the vocabulary, whose held-out error chooses
 
 
 def fit_head(
+    job: RefitJob,
     merged: Affine,
     sources: Mapping[str, Affine],
     inputs: Inputs,
     theirs: Mapping[int, Tensor],
-    scales: DomainScales,
     rule: RidgeRule,
     stored: torch.dtype,
-    ranks: Ranks,
 ) -> tuple[Tensor, Fit]:
     """Return the head's new weight. `theirs` are the sources' final states, by id of the batch."""
 
@@ -131,14 +116,14 @@ def fit_head(
     if rule.fixed is None:
         some = slice(0, count, max(1, count // SAMPLED))
         rows = len(range(*some.indices(count)))
-        sampled = [sum_up(inputs, rows, missing(some), scales, ranks)]
-    ridge = ranks.call_on_lead(lambda: rule.choose("head", sampled))
+        sampled = [sum_up(job, inputs, rows, missing(some))]
+    ridge = job.ranks.call_on_lead(lambda: rule.choose("head", sampled))
     factor: Factor | None = None
     new, fits = torch.empty_like(merged.weight, dtype=stored), []
     for begin in range(0, count, GROUP):
         group = slice(begin, min(begin + GROUP, count))
-        sums = sum_up(inputs, group.stop - group.start, missing(group), scales, ranks)
-        if not ranks.leads:
+        sums = sum_up(job, inputs, group.stop - group.start, missing(group))
+        if not job.ranks.leads:
             continue
         factor = factor or Factor(sums[0].gram, ridge)
         new[group], fit = fit_map(merged.weight[group], *sums, factor, stored, keep=False)
@@ -148,7 +133,7 @@ def fit_head(
         fit = _together(fits)
         return merged.weight.to(stored) if fit.kept else new, fit
 
-    return fitted_by_lead(chosen, ranks)
+    return fitted_by_lead(chosen, job.ranks)
 
 
 def _rows(affine: Affine, rows: slice) -> Affine:

@@ -3,83 +3,108 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from moemerge.errors import ArchitectureError
 from moemerge.features.input_hooks import UnitMap
 from moemerge.features.stops import Stop
 from moemerge.features.tokens import real_rows
-from moemerge.lockstep.experts import ExpertMaps
+from moemerge.linalg.cg import Status
+from moemerge.lockstep.job import RepairRun
+from moemerge.lockstep.journal import Entry
+from moemerge.lockstep.output import RefusedResultError
 from moemerge.lockstep.request import LAYERS_KEPT, errors_of
+from moemerge.refitting.experts import ExpertStack
 from moemerge.refitting.gradient import Training
+from moemerge.refitting.job import RefitJob
 from moemerge.refitting.layer import LayerFitter
-from moemerge.refitting.least_squares import Affine, DomainScales, RidgeRule, parameter
+from moemerge.refitting.least_squares import Affine, RidgeRule, parameter
 from moemerge.refitting.linear import Inputs, fit_head
-from moemerge.refitting.plan import LayerPlan, RefitPlan, Storage, stored_experts, stored_linear
+from moemerge.refitting.plan import LayerPlan, RefitPlan, Storage
 from moemerge.refitting.records import AsMerged, LayerCalls, followed_batches, layer_drift
-from moemerge.refitting.report import FitRow, LayerRow, MapRow, RouterRow, TrainedRow
-from moemerge.refitting.routers import RouterJob
+from moemerge.refitting.report import (
+    Row,
+    kind_of,
+    layer_row,
+    map_row,
+    matches_sources,
+    progress_of,
+    router_row,
+    trained_row,
+)
+from moemerge.refitting.routers import refit_router
 from moemerge.refitting.streams import RefitStreams
 from moemerge.runtime.gpu import to_host
-from moemerge.runtime.ranks import Ranks
 from moemerge.runtime.timing import memory_in_use
 from moemerge.text.batches import Batch
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class FinishedLayer:
-    """A finished layer, or the head: its new tensors by name on disk, and its row of the report."""
-
-    tensors: dict[str, Tensor]
-    row: LayerRow
+HEAD = "head"
 
 
-@dataclass
 class RefitLoop:
-    """Runs all layers once; `on_done` receives every finished layer that was planned."""
+    """Runs all layers once, and adds an entry to the output for each that was planned."""
 
-    streams: RefitStreams
-    batches: tuple[Batch, ...]
-    plan: RefitPlan
-    units: UnitMap
-    storage: Storage
-    routers: RouterJob
-    scales: DomainScales
-    ridge: RidgeRule
-    ranks: Ranks
-    on_done: Callable[[FinishedLayer], None]
-    before_fits: Callable[[], None] = lambda: (
-        None
-    )  # waits for work that must not overlap with a fit
-    done_before: Collection[int] = ()  # layers that a killed run had finished
-    experts: ExpertMaps = field(default_factory=dict)  # of sources with more experts
-    training: Training | None = None  # None: maps are fitted in closed form
-    _fitter: LayerFitter | None = None
-    _rows: list[FitRow] = field(default_factory=list)
-    _tensors: dict[str, Tensor] = field(default_factory=dict)  # routers of the layer at hand
-    _left: set[str] = field(default_factory=set)
+    def __init__(
+        self, job: RefitJob, run: RepairRun, streams: RefitStreams, plan: RefitPlan, units: UnitMap
+    ) -> None:
+        self.job = job
+        self.context = run
+        self.streams = streams
+        self.plan = plan
+        merged, settings = streams.merged, job.request.settings
+        same = settings.requantize == "same"
+        self.storage = Storage(job.merged.checkpoint, units, merged.stream.names, same)
+        self.ridge = RidgeRule(job.ridge)
+        self.training: Training | None = None  # None: maps are fitted in closed form
+        if job.by_gradient:
+            self.training = Training(settings.steps, settings.seed, job.weights, job.ranks)
+        self._done_before: set[int] = set()  # layers that a killed run had finished
+        self._fitter: LayerFitter | None = None
+        self._rows: list[Row] = []
+        self._tensors: dict[str, Tensor] = {}  # routers of the layer at hand
+        self._left: set[str] = set()
+        layers = frozenset(merged.stream.anatomy.layers)
+        self._followed = followed_batches(job.batches)
+        followed = {id(batch) for batch in self._followed}
+        self._as_merged = AsMerged(layers, followed, merged.recorder.copies)
+        self._calls = LayerCalls(layers)
 
-    def __post_init__(self) -> None:
-        self._followed = followed_batches(self.batches)
-        self._as_merged = AsMerged(
-            layers=frozenset(self.streams.merged.stream.anatomy.layers),
-            batches={id(batch) for batch in self._followed},
-            copies=self.streams.merged.recorder.copies,
-        )
-        self._calls = LayerCalls(frozenset(self.streams.merged.stream.anatomy.layers))
+    def resume(self) -> dict[str, Callable[[], Tensor]]:
+        """Return the new tensors of the layers that a killed run had finished.
+
+        The search for λ or the rate starts where that run would have started it.
+        """
+        tensors: dict[str, Callable[[], Tensor]] = {}
+        for layer in self.plan.layers:
+            if not layer.pauses:
+                continue
+            entry = self.context.output.finished(f"layer {layer.number}")
+            if entry is None:
+                break
+            tensors.update({n: partial(entry.tensors.__getitem__, n) for n in entry.tensors})
+            maps = entry.row["maps"]
+            self._refuse_if_strict(entry.row)
+            self.ridge.last.update({kind_of(m): m["ridge"] for m in maps if "ridge" in m})
+            if self.training is not None:
+                self.training.rate = maps[0]["rate"]
+            self._done_before.add(layer.number)
+        if self._done_before:
+            finished = len(self._done_before)
+            self.context.progress.note(f"a killed run is continued: {finished} layers are finished")
+        return tensors
 
     def run(self) -> None:
         merged = self.streams.merged.stream
-        merged.stop_before(
-            [path for layer in self._planned for path in layer.pauses],
-        )
+        left = (one for one in self.plan.layers if one.number not in self._done_before)
+        merged.stop_before([path for layer in left for path in layer.pauses])
         merged.listen(merged.anatomy.layers, self._as_merged.on_calls)
         if self.training is not None:
             merged.listen(merged.anatomy.layers, self._calls.on_calls)
@@ -87,7 +112,7 @@ class RefitLoop:
             runner.run_layer()  # up to the first layer
         for stop in merged:
             if stop.kind == "module":
-                self.before_fits()
+                self.context.warm_up.wait()
                 with _errors_of(f"layer {stop.layer}"):
                     self._fit(stop)
                 continue
@@ -100,12 +125,8 @@ class RefitLoop:
             else:
                 self._begin_layer(self.plan.layers[stop.layer], stop)
 
-    @property
-    def _planned(self) -> list[LayerPlan]:
-        return [layer for layer in self.plan.layers if layer.number not in self.done_before]
-
     def _begin_layer(self, plan: LayerPlan, stop: Stop) -> None:
-        if plan.number in self.done_before:
+        if plan.number in self._done_before:
             plan = plan.without_maps()
         recorded = plan if self.training is None else plan.without_maps()
         structure = self.streams.begin_layer(recorded, stop)
@@ -115,12 +136,9 @@ class RefitLoop:
             structure=structure,
             merged=self.streams.merged.view(),
             sources={name: runner.view() for name, runner in self.streams.sources.items()},
-            scales=self.scales,
+            job=self.job,
             ridge=self.ridge,
-            stored=self._stored,
             storage=self.storage,
-            ranks=self.ranks,
-            experts=self.experts,
         )
 
     def _fit(self, stop: Stop) -> None:
@@ -154,43 +172,34 @@ class RefitLoop:
 
     def _fit_router(self, fitter: LayerFitter, stop: Stop) -> None:
         router = fitter.plan.routers[stop.path]
-        fit, tensors = self.routers.fit(stop, router.info, fitter.sources)
+        fit, tensors = refit_router(self.job, stop, router.info, fitter.sources)
         fitter.forget(stop.path)
-        for there, name in (
-            (router.module.weight, router.info.weight),
-            (router.module.bias, router.info.bias),
-        ):
-            if there is not None and name is not None:
-                target = parameter(self.streams.merged.model, there)
-                target.copy_(tensors[name].reshape(target.shape))
+        for here, name in router.names.items():
+            target = parameter(self.streams.merged.model, here)
+            target.copy_(tensors[name].reshape(target.shape))
         self._tensors.update(tensors)
-        self._rows.append(RouterRow(router.info.weight, fit))
+        self._rows.append(router_row(router.info.weight, fit))
 
     def _train(self, training: Training, plan: LayerPlan) -> None:
         model = self.streams.merged.model
         routers = [router.module.weight for router in plan.routers.values()]
         experts = [name for hook in plan.experts.values() for name in (hook.up, hook.down)]
         names = [*(hook.weight for hook in plan.linear.values()), *experts, *routers]
-        trained = {model.get_parameter(name): self._stored(name) for name in dict.fromkeys(names)}
+        trained = {model.get_parameter(n): self.storage.dtype(n) for n in dict.fromkeys(names)}
         fit, rate = training.layer(
             model.get_submodule(plan.path),
             trained,
             self._calls,
-            self.batches,
+            self.job.batches,
             self.streams.source_record,
             plan.number,
         )
-        self._rows.append(TrainedRow(plan.path, "hidden state", fit, rate))
-        checkpoint = self.streams.merged.stream.checkpoint
+        self._rows.append(trained_row(plan.path, "hidden state", fit, rate))
         for router in plan.routers.values():
-            for there, name in (
-                (router.module.weight, router.info.weight),
-                (router.module.bias, router.info.bias),
-            ):
-                if there is not None and name is not None:
-                    info = checkpoint.tensors[name]
-                    value = to_host(parameter(model, there)).reshape(info.shape)
-                    self._tensors[name] = value.to(info.dtype.torch)
+            for here, name in router.names.items():
+                info = self.storage.checkpoint.tensors[name]
+                value = to_host(parameter(model, here)).reshape(info.shape)
+                self._tensors[name] = value.to(info.dtype.torch)
 
     def _run_as_merged(self, plan: LayerPlan) -> None:
         self._as_merged.run(self.streams.merged.model.get_submodule(plan.path))
@@ -214,16 +223,16 @@ class RefitLoop:
             return self._as_merged.states(batch, real_rows(batch, device))
 
         def drift(states: Callable[[Batch], Tensor | None]) -> dict[str, float]:
-            return layer_drift(self._followed, states, source, self.ranks)
+            return layer_drift(self._followed, states, source, self.job.ranks)
 
-        row = LayerRow(
-            layer=fitter.plan.number,
-            rows=tuple(rows),
-            drift_before=drift(as_merged),
-            drift_after=drift(lambda batch: merged[id(batch)].left),
-            notices=tuple(fitter.notices),
+        row = layer_row(
+            fitter.plan.number,
+            rows,
+            drift(as_merged),
+            drift(lambda batch: merged[id(batch)].left),
+            fitter.notices,
         )
-        self.on_done(FinishedLayer(self._stored_tensors(fitter.plan), row))
+        self._add(f"layer {fitter.plan.number}", self._stored_tensors(fitter.plan), row)
         self._log_times(fitter.plan.number)
 
     def _log_times(self, layer: int) -> None:
@@ -247,16 +256,16 @@ class RefitLoop:
         ]
 
     def _stored_tensors(self, plan: LayerPlan) -> dict[str, Tensor]:
-        stream = self.streams.merged.stream
+        model = self.streams.merged.model
         tensors, self._tensors = self._tensors, {}
-        if not self.ranks.leads:
+        if not self.job.ranks.leads:
             return {}  # rank 0 writes
         for hook in plan.linear.values():
-            weight = parameter(stream.model, hook.weight)
-            tensors.update(stored_linear(stream.checkpoint, self.units.linear(hook), weight))
+            self.storage.write(self.storage.linear(hook), parameter(model, hook.weight), tensors)
         for path, experts in plan.experts.items():
-            units, module = self.units.experts(experts), stream.model.get_submodule(path)
-            stored_experts(stream.checkpoint, units, module, experts, tensors)
+            stack = ExpertStack(model.get_submodule(path), experts)
+            for (which, expert), parts in self.storage.experts(experts, stack.module).items():
+                self.storage.write(parts, stack.weight(which, expert), tensors)
         return tensors
 
     # --- the head ---
@@ -269,42 +278,45 @@ class RefitLoop:
             name: Affine(runner.stream.weights.fetch([head.weight])[head.weight], None)
             for name, runner in (("", self.streams.merged), *self.streams.sources.items())
         }
-        final = self.streams.merged.final.values
+        stored, final = self.storage.dtype(head.weight), self.streams.merged.final
         theirs: dict[int, Tensor] = {}
         for runner in self.streams.sources.values():
-            theirs.update(runner.final.values)
-        row: MapRow
+            theirs.update(runner.final)
         if self.training is not None:
             weight, fit, rate = self.training.head(
-                affines.pop("").weight,
-                self._stored(head.weight),
-                affines,
-                self.batches,
-                final,
-                theirs,
+                affines.pop("").weight, stored, affines, self.job.batches, final, theirs
             )
-            row = TrainedRow(head.weight, "distribution", fit, rate)
+            row = trained_row(head.weight, "distribution", fit, rate)
         else:
+            batches = self.job.batches
+            inputs = Inputs(batches, [final[id(batch)] for batch in batches])
             weight, fit = fit_head(
-                affines.pop(""),
-                affines,
-                Inputs(self.batches, [final[id(batch)] for batch in self.batches]),
-                theirs,
-                self.scales,
-                self.ridge,
-                self._stored(head.weight),
-                self.ranks,
+                self.job, affines.pop(""), affines, inputs, theirs, self.ridge, stored
             )
-            row = MapRow(head.weight, "output", fit)
-        checkpoint = self.streams.merged.stream.checkpoint
-        tensors = stored_linear(checkpoint, self.units.linear(head), weight)
-        self.on_done(FinishedLayer(tensors, LayerRow(None, (row,), {}, {}, ())))
+            row = map_row(head.weight, "output", fit)
+        tensors: dict[str, Tensor] = {}
+        self.storage.write(self.storage.linear(head), weight, tensors)
+        self._add(HEAD, tensors, layer_row(None, [row], {}, {}, []))
 
-    def _stored(self, name: str) -> torch.dtype:
-        """Return the dtype of a parameter on disk."""
-        stream = self.streams.merged.stream
-        recipe = stream.names.recipes[name]
-        return stream.checkpoint.tensors[recipe.sources[0][1]].dtype.torch
+    # --- entries ---
+
+    def _add(self, name: str, tensors: dict[str, Tensor], row: Row) -> None:
+        self.context.output.check()
+        self._refuse_if_strict(row)
+        for notice in row["notices"]:
+            self.context.progress.note(notice)
+        self.context.progress.note(name + progress_of(row))
+        self.context.output.add(Entry(name, tensors, row))
+
+    def _refuse_if_strict(self, row: Mapping[str, Any]) -> None:
+        """With `strict`, refuse kept maps, also of layers that a run without it had finished."""
+        if self.job.request.settings.strict and row["notices"]:
+            bad = [m for m in row["maps"] if m.get("status", Status.CONVERGED) != Status.CONVERGED]
+            kept = [m for m in row["maps"] if m["kept"] is True and not matches_sources(m)]
+            if bad or kept:
+                raise RefusedResultError(
+                    row["notices"][0], hint="give more text, or leave `strict` out"
+                )
 
 
 def _errors_of(where: str) -> AbstractContextManager[None]:

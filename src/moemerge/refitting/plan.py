@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.roles import Role, Unit
@@ -21,10 +21,10 @@ from moemerge.features.input_hooks import (
     InputHook,
     InputHooks,
     LinearHook,
-    PlacedUnit,
     UnitMap,
     projections,
 )
+from moemerge.features.loading import NameMap
 from moemerge.features.routers import Anatomy, RouterModule
 from moemerge.lockstep.models import PairedRouter
 from moemerge.refitting.least_squares import Quantise
@@ -50,6 +50,12 @@ class RouterMap:
 
     module: RouterModule
     info: RouterInfo
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names in memory of weight and bias, and those on disk."""
+        pairs = ((self.module.weight, self.info.weight), (self.module.bias, self.info.bias))
+        return {here: there for here, there in pairs if here is not None and there is not None}
 
 
 @dataclass(frozen=True)
@@ -185,96 +191,71 @@ def planned_names(plan: RefitPlan, units: UnitMap) -> set[str]:
 # --- from memory to disk ------------------------------------------------------------------------
 
 
-def stored_linear(
-    checkpoint: Checkpoint, placed: Sequence[PlacedUnit], weight: Tensor
-) -> dict[str, Tensor]:
-    """Return the stored tensors of a linear map, from its matrix in memory."""
-    tensors: dict[str, Tensor] = {}
-    weight = to_host(weight)
-    for one in placed:
-        block = _block(checkpoint, one.unit, tensors)
-        rows = one.unit.slot.rows
-        target = block if rows is None else block[rows[0] : rows[1]]
-        one.unit.slot.take(target).copy_(one.take(weight))
-    return tensors
-
-
-def stored_experts(
-    checkpoint: Checkpoint,
-    units: Mapping[tuple[int, str | None], Unit],
-    module: nn.Module,
-    hook: ExpertsHook,
-    begun: dict[str, Tensor],
-) -> None:
-    """Write the experts' projections from memory into the tensors they are stored in.
-
-    `begun` are the tensors that other maps were written into, by name.
-    """
-    holder: Any = module
-    ups, downs = (getattr(holder, n.rpartition(".")[2]).detach() for n in (hook.up, hook.down))
-    if getattr(holder, "is_transposed", False):
-        ups, downs = ups.mT, downs.mT
-    for expert in range(hook.count):
-        up, down = to_host(ups[expert]), to_host(downs[expert])
-        values: dict[str | None, Tensor] = {None: up, "down": down}
-        values.update(projections(holder, up))
-        for projection, value in values.items():
-            unit = units.get((expert, projection))
-            if unit is None:
-                continue
-            block = _block(checkpoint, unit, begun)
-            rows = unit.slot.rows
-            target = block if rows is None else block[rows[0] : rows[1]]
-            unit.slot.take(target).copy_(value)
-
-
-def _block(checkpoint: Checkpoint, unit: Unit, begun: dict[str, Tensor]) -> Tensor:
-    """Return the stored tensor of a unit, with merged values until its units are written."""
-    if unit.tensor not in begun:
-        info = checkpoint.tensors[unit.tensor]
-        whole = unit.slot.covers_block and unit.slot.rows is None
-        begun[unit.tensor] = (
-            torch.empty(info.shape, dtype=info.dtype.torch)
-            if whole
-            else checkpoint.read(unit.tensor)
-        )
-    return begun[unit.tensor]
-
-
 # A unit, and its part of the matrix in memory as a view.
 UnitPart = tuple[Unit, Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The format that new weights are rounded to before the next map is fitted.
+    """Where the maps of a model are stored, and in which formats.
 
-    Without `same`, nothing is quantised.
+    With `same`, new weights are quantised before the next map is fitted.
     """
 
     checkpoint: Checkpoint
     units: UnitMap
+    names: NameMap
     same: bool
 
-    def linear(self, hook: LinearHook) -> Quantise | None:
-        return self._quantise([(one.unit, one.take) for one in self.units.linear(hook)])
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype on disk of a parameter, by its name in memory."""
+        return self.checkpoint.tensors[self.names.recipes[name].sources[0][1]].dtype.torch
 
-    def experts(
-        self, hook: ExpertsHook, module: Any, which: str
-    ) -> Callable[[int], Quantise | None]:
-        """Return how the projection `up` (with gate) or `down` of an expert is quantised."""
+    def linear(self, hook: LinearHook) -> list[UnitPart]:
+        return [(one.unit, one.take) for one in self.units.linear(hook)]
+
+    def experts(self, hook: ExpertsHook, module: Any) -> dict[tuple[str, int], list[UnitPart]]:
+        """Return the units of the projections `up` (with gate) and `down` of every expert."""
         units = self.units.experts(hook)
-        takes: dict[str | None, Callable[[Tensor], Tensor]] = {"down": _whole}
-        if which == "up":
-            takes = {None: _whole, **{name: _projection(module, name) for name in ("gate", "up")}}
+        takes: dict[str, dict[str | None, Callable[[Tensor], Tensor]]] = {
+            "up": {None: _whole, **{name: _projection(module, name) for name in ("gate", "up")}},
+            "down": {"down": _whole},
+        }
+        return {
+            (which, expert): [
+                (units[expert, name], take)
+                for name, take in takes[which].items()
+                if (expert, name) in units
+            ]
+            for expert in range(hook.count)
+            for which in takes
+        }
 
-        def of(expert: int) -> Quantise | None:
-            found = [(units.get((expert, name)), take) for name, take in takes.items()]
-            return self._quantise([(unit, take) for unit, take in found if unit is not None])
+    def write(self, parts: Sequence[UnitPart], matrix: Tensor, begun: dict[str, Tensor]) -> None:
+        """Write a matrix from memory into the stored tensors of its units.
 
-        return of
+        `begun` are the tensors that maps were written into, by name.
+        """
+        matrix = to_host(matrix)
+        for unit, take in parts:
+            block = self._block(unit, begun)
+            rows = unit.slot.rows
+            target = block if rows is None else block[rows[0] : rows[1]]
+            unit.slot.take(target).copy_(take(matrix))
 
-    def _quantise(self, parts: Sequence[UnitPart]) -> Quantise | None:
+    def _block(self, unit: Unit, begun: dict[str, Tensor]) -> Tensor:
+        """Return the stored tensor of a unit, with merged values until its units are written."""
+        if unit.tensor not in begun:
+            info = self.checkpoint.tensors[unit.tensor]
+            whole = unit.slot.covers_block and unit.slot.rows is None
+            begun[unit.tensor] = (
+                torch.empty(info.shape, dtype=info.dtype.torch)
+                if whole
+                else self.checkpoint.read(unit.tensor)
+            )
+        return begun[unit.tensor]
+
+    def quantise(self, parts: Sequence[UnitPart]) -> Quantise | None:
         """Return None if a part is not quantised, or shares blocks of scales with other maps.
 
         Such tensors are rounded when they are written.

@@ -28,77 +28,60 @@ def number(value: float | None) -> float | None:
     return float(f"{value:.6g}")
 
 
-@dataclass(frozen=True)
-class MapRow:
-    """The row of one linear map."""
+Row = dict[str, Any]  # a row of the report, as plain JSON data
 
-    name: str  # its weight, by the name in memory
-    target: str  # the source's `output`, or its `hidden state`
-    fit: Fit
 
-    @property
-    def fits(self) -> tuple[Fit, ...]:
-        return (self.fit,)
+def map_row(name: str, target: str, fit: Fit) -> Row:
+    """Return the row of one linear map.
 
-    def to_json(self) -> dict[str, Any]:
-        fit = self.fit
-        return {
-            "map": self.name,
-            "target": self.target,
-            "ridge": number(fit.ridge),
-            "tokens": fit.tokens,
-            "inputs": fit.inputs,
-            "error_before": number(fit.before),
-            "error_after": number(fit.after),
+    `name` is its weight, by the name in memory. `target` is the source's `output`, or its `hidden
+    state`.
+    """
+    return {
+        "map": name,
+        "target": target,
+        "ridge": number(fit.ridge),
+        "tokens": fit.tokens,
+        "inputs": fit.inputs,
+        "error_before": number(fit.before),
+        "error_after": number(fit.after),
+        "held_out": {
+            "tokens": fit.held_tokens,
+            "error_before": number(fit.held_before),
+            "error_after": number(fit.held_after),
+        },
+        "kept": fit.kept,
+        **quantised_json([fit]),
+    }
+
+
+def trained_row(name: str, target: str, fit: Fit, rate: float) -> Row:
+    """Return the row of all maps of a layer, or of the head, that were trained together."""
+    row = map_row(name, target, fit)
+    del row["ridge"]
+    return {**row, "rate": rate}
+
+
+def experts_row(name: str, target: str, fits: Sequence[Fit]) -> Row:
+    """Return the row of one projection of all experts of a layer."""
+    return {
+        "map": name,
+        "target": target,
+        "ridge": number(fits[0].ridge),
+        "inputs": fits[0].inputs,
+        "experts": {
+            "tokens": [fit.tokens for fit in fits],
+            "error_before": [number(fit.before) for fit in fits],
+            "error_after": [number(fit.after) for fit in fits],
             "held_out": {
-                "tokens": fit.held_tokens,
-                "error_before": number(fit.held_before),
-                "error_after": number(fit.held_after),
+                "tokens": [fit.held_tokens for fit in fits],
+                "error_before": [number(fit.held_before) for fit in fits],
+                "error_after": [number(fit.held_after) for fit in fits],
             },
-            "kept": fit.kept,
-            **quantised_json(self.fits),
-        }
-
-
-@dataclass(frozen=True)
-class TrainedRow(MapRow):
-    """The row of all maps of a layer, or of the head, that gradient steps have fitted together."""
-
-    rate: float
-
-    def to_json(self) -> dict[str, Any]:
-        row = super().to_json()
-        return {**{key: value for key, value in row.items() if key != "ridge"}, "rate": self.rate}
-
-
-@dataclass(frozen=True)
-class ExpertsRow:
-    """The row of one projection of all experts of a layer."""
-
-    name: str
-    target: str
-    fits: tuple[Fit, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        fits = self.fits
-        return {
-            "map": self.name,
-            "target": self.target,
-            "ridge": number(fits[0].ridge),
-            "inputs": fits[0].inputs,
-            "experts": {
-                "tokens": [fit.tokens for fit in fits],
-                "error_before": [number(fit.before) for fit in fits],
-                "error_after": [number(fit.after) for fit in fits],
-                "held_out": {
-                    "tokens": [fit.held_tokens for fit in fits],
-                    "error_before": [number(fit.held_before) for fit in fits],
-                    "error_after": [number(fit.held_after) for fit in fits],
-                },
-            },
-            "kept": [expert for expert, fit in enumerate(fits) if fit.kept],
-            **quantised_json(fits),
-        }
+        },
+        "kept": [expert for expert, fit in enumerate(fits) if fit.kept],
+        **quantised_json(fits),
+    }
 
 
 def quantised_json(fits: Sequence[Fit]) -> dict[str, Any]:
@@ -147,87 +130,83 @@ def with_fits(sums: Mapping[str, Rounding], layers: Sequence[Mapping[str, Any]])
     return found
 
 
-@dataclass(frozen=True)
-class RouterRow:
-    """The row of one router."""
-
-    name: str  # its weight on disk
-    fit: RouterFit
-
-    def to_json(self) -> dict[str, Any]:
-        fit = self.fit
-
-        def numbers(values: Mapping[str, float]) -> dict[str, float | None]:
-            return {name: number(value) for name, value in values.items()}
-
-        return {
-            "router": self.name,
-            "status": str(fit.status),
-            "steps": fit.steps,
-            "tokens": dict(fit.tokens),
-            "kl_before": numbers(fit.before),
-            "kl_after": numbers(fit.after),
-            "held_out": {
-                "kl_before": numbers(fit.held_before),
-                "kl_after": numbers(fit.held_after),
-            },
-            "kept": fit.kept,
-            "share": fit.share,
-        }
+def router_row(name: str, fit: RouterFit) -> Row:
+    """Return the row of one router; `name` is its weight on disk."""
+    return {
+        "router": name,
+        "status": str(fit.status),
+        "steps": fit.steps,
+        "tokens": dict(fit.tokens),
+        "kl_before": _numbers(fit.before),
+        "kl_after": _numbers(fit.after),
+        "held_out": {
+            "kl_before": _numbers(fit.held_before),
+            "kl_after": _numbers(fit.held_after),
+        },
+        "kept": fit.kept,
+        "share": fit.share,
+    }
 
 
-FitRow = MapRow | ExpertsRow | RouterRow
+def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: number(value) for name, value in values.items()}
 
 
-@dataclass(frozen=True)
-class LayerRow:
-    """The row of a layer, or of the head (None)."""
+def layer_row(
+    layer: int | None,
+    maps: Sequence[Row],
+    drift_before: Mapping[str, float],
+    drift_after: Mapping[str, float],
+    notices: Sequence[str],
+) -> Row:
+    """Return the row of a layer, or of the head (None). Drift is by domain, {} if unknown."""
+    return {
+        "layer": layer,
+        "maps": list(maps),
+        "error_left": both_left([{"maps": maps}]),
+        "drift_before": _numbers(drift_before),
+        "drift_after": _numbers(drift_after),
+        "notices": [*notices, *_warnings("the head" if layer is None else f"layer {layer}", maps)],
+    }
 
-    layer: int | None
-    rows: tuple[FitRow, ...]
-    drift_before: Mapping[str, float]  # by domain; empty where it is not known
-    drift_after: Mapping[str, float]
-    notices: tuple[str, ...]
 
-    @property
-    def where(self) -> str:
-        return "the head" if self.layer is None else f"layer {self.layer}"
-
-    def to_json(self) -> dict[str, Any]:
-        maps = [row.to_json() for row in self.rows]
-        return {
-            "layer": self.layer,
-            "maps": maps,
-            "error_left": both_left([{"maps": maps}]),
-            "drift_before": {name: number(v) for name, v in self.drift_before.items()},
-            "drift_after": {name: number(v) for name, v in self.drift_after.items()},
-            "notices": [*self.notices, *self.warnings()],
-        }
-
-    def warnings(self) -> list[str]:
-        """Return warnings about maps that keep their merged weights, and routers that did not
-        converge."""
-        warnings = []
-        complete = [row for row in self.rows if matches_sources(row.to_json())]
-        for row in self.rows:
-            if isinstance(row, RouterRow) and row.fit.status is not Status.CONVERGED:
-                warnings.append(f"{self.where}: {row.name} did not converge ({row.fit.status})")
-            if row in complete:
-                continue
-            if not isinstance(row, ExpertsRow) and row.fit.kept:
+def _warnings(where: str, maps: Sequence[Row]) -> list[str]:
+    """Return warnings about kept maps, and about routers that did not converge."""
+    warnings = []
+    complete = [row for row in maps if matches_sources(row)]
+    for row in maps:
+        if "router" in row and row["status"] != Status.CONVERGED:
+            warnings.append(f"{where}: {row['router']} did not converge ({row['status']})")
+        if row in complete:
+            continue
+        if "experts" in row:
+            if len(row["kept"]) == len(row["experts"]["tokens"]):
                 warnings.append(
-                    f"{self.where}: {row.name} keeps its merged weights: held-out rows would lose"
+                    f"{where}: no expert of {row['map']} is changed: held-out rows would lose"
                 )
-            if isinstance(row, ExpertsRow) and all(fit.kept for fit in row.fits):
-                warnings.append(
-                    f"{self.where}: no expert of {row.name} is changed: held-out rows would lose"
-                )
-        if complete:
-            warnings.append(
-                f"{self.where}: {len(complete)} of {counted(len(self.rows), 'map')} match their "
-                "sources within rounding and keep their merged weights"
-            )
-        return warnings
+        elif row["kept"]:
+            name = row.get("router") or row["map"]
+            warnings.append(f"{where}: {name} keeps its merged weights: held-out rows would lose")
+    if complete:
+        warnings.append(
+            f"{where}: {len(complete)} of {counted(len(maps), 'map')} match their "
+            "sources within rounding and keep their merged weights"
+        )
+    return warnings
+
+
+def progress_of(row: Row) -> str:
+    """Return what a finished layer reports after its name: maps, remaining error and drift."""
+    errors = [map_errors(m) for m in row["maps"] if "router" not in m]
+    before, after = sum(b for b, _ in errors), sum(a for _, a in errors)
+    left = f", {after / before:.0%} of the error left" if before else ""
+    drift = ""
+    if row["drift_before"] and row["drift_after"]:
+        old, new = (statistics.fmean(row[f"drift_{end}"].values()) for end in ("before", "after"))
+        drift = f", drift {old:.3g} → {new:.3g}"
+    trained = any("rate" in m for m in row["maps"])
+    maps = "" if trained else f": {counted(len(row['maps']), 'map')}"
+    return f"{maps}{left}{drift}"
 
 
 def matches_sources(row: Mapping[str, Any]) -> bool:
@@ -319,7 +298,7 @@ def errors_left(layers: Sequence[Mapping[str, Any]], *, held_out: bool) -> dict[
 def both_left(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
     """Return the same on calibration rows and on held-out rows ({} if there are none)."""
     return {
-        name: {kind: number(v) for kind, v in errors_left(layers, held_out=held).items()}
+        name: _numbers(errors_left(layers, held_out=held))
         for name, held in (("calibration", False), ("held_out", True))
     }
 

@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.architecture import RouterInfo
-from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.rules import Gate
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.stops import Stop
 from moemerge.linalg.cg import Status
-from moemerge.lockstep.models import PairedRouter, StoredRouters
+from moemerge.lockstep.models import StoredRouters
+from moemerge.refitting.job import RefitJob
 from moemerge.refitting.least_squares import concatenated
 from moemerge.refitting.targets import LayerView
 from moemerge.routing import DomainFeatures, SolveSettings, minimise_divergence
 from moemerge.routing.gates import divergence
 from moemerge.routing.products import features_of
 from moemerge.routing.solve import build_operator, solve_system
-from moemerge.runtime.ranks import Ranks
 
 LEAST_SHARE = 1 / 16  # smallest share of the way to a solution that is tried
 
@@ -159,55 +158,45 @@ def _divergences(gate: Gate, domains: Sequence[DomainFeatures], weight: Tensor) 
     return divergences
 
 
-@dataclass(frozen=True)
-class RouterJob:
-    """The models and settings that router fits share."""
-
-    merged: OpenModel
-    sources: Mapping[str, OpenModel]
-    pairs: Mapping[str, PairedRouter]  # by the merged router's weight on disk
-    weights: Mapping[str, float]  # of every source
-    exact: bool
-    ranks: Ranks
-
-    def fit(
-        self, stop: Stop, place: RouterInfo, sources: Mapping[str, LayerView]
-    ) -> tuple[RouterFit, dict[str, Tensor]]:
-        """Return the fit, and the router's new tensors by name on disk."""
-        pair = self.pairs[place.weight]
-        merged = StoredRouters(self.merged, [place]).weights(place)
-        device = stop.arrivals[0].given[0].device
-        theirs = {
-            name: StoredRouters(self.sources[name], [info]).weights(info, pair.experts.get(name))
-            for name, info in pair.sources.items()
-        }
-        gate = place.gate
-        if gate is None:
-            raise ArchitectureError(f"layer {place.layer}: no gate is known for this router")
-        kept: dict[bool, list[DomainFeatures]] = {False: [], True: []}
-        for name, source in theirs.items():
-            matrix, logits = source.matrix.to(device), source.logits_on(device, gate)
-            for holdout, domains in kept.items():
-                own = [
-                    (a.batch, a.given[0])
-                    for a in stop.arrivals
-                    if a.batch.domain == name and a.batch.holdout == holdout
-                ]
-                if not own:
-                    continue
-                targets = None
-                if self.exact:
-                    states = (sources[name].record(batch).inputs[stop.path] for batch, _ in own)
-                    targets = [concatenated([logits(x) for x in states])]
-                elif not source.is_linear:
-                    targets = [concatenated([logits(x) for _, x in own])]
-                # Concatenated, so that a product is one kernel launch, not one per batch.
-                features = [concatenated([x for _, x in own])]
-                weight = self.weights[name]
-                domains.append(DomainFeatures(name, features, matrix, targets, weight, self.ranks))
-        bias_dtype = None if merged.bias is None else merged.bias.dtype
-        problem = RouterProblem(gate, merged.matrix.to(device), kept[False], kept[True])
-        fit = fit_router(problem, (merged.weight.dtype, bias_dtype), exact=self.exact)
-        width, matrix = merged.weight.shape[1], fit.weight.cpu()
-        bias = None if merged.bias is None else matrix[:, width]
-        return fit, merged.updated(self.merged, place, matrix[:, :width], bias)
+def refit_router(
+    job: RefitJob, stop: Stop, place: RouterInfo, sources: Mapping[str, LayerView]
+) -> tuple[RouterFit, dict[str, Tensor]]:
+    """Return the fit of a router that all batches stopped at, and its new tensors by name."""
+    exact = job.request.settings.router == "exact"
+    pair = job.routers[place.weight]
+    merged = StoredRouters(job.merged, [place]).weights(place)
+    device = stop.arrivals[0].given[0].device
+    theirs = {
+        name: StoredRouters(job.sources[name], [info]).weights(info, pair.experts.get(name))
+        for name, info in pair.sources.items()
+    }
+    gate = place.gate
+    if gate is None:
+        raise ArchitectureError(f"layer {place.layer}: no gate is known for this router")
+    kept: dict[bool, list[DomainFeatures]] = {False: [], True: []}
+    for name, source in theirs.items():
+        matrix, logits = source.matrix.to(device), source.logits_on(device, gate)
+        for holdout, domains in kept.items():
+            own = [
+                (a.batch, a.given[0])
+                for a in stop.arrivals
+                if a.batch.domain == name and a.batch.holdout == holdout
+            ]
+            if not own:
+                continue
+            targets = None
+            if exact:
+                states = (sources[name].record(batch).inputs[stop.path] for batch, _ in own)
+                targets = [concatenated([logits(x) for x in states])]
+            elif not source.is_linear:
+                targets = [concatenated([logits(x) for _, x in own])]
+            # Concatenated, so that a product is one kernel launch, not one per batch.
+            features = [concatenated([x for _, x in own])]
+            weight = job.weights[name]
+            domains.append(DomainFeatures(name, features, matrix, targets, weight, job.ranks))
+    bias_dtype = None if merged.bias is None else merged.bias.dtype
+    problem = RouterProblem(gate, merged.matrix.to(device), kept[False], kept[True])
+    fit = fit_router(problem, (merged.weight.dtype, bias_dtype), exact=exact)
+    width, matrix = merged.weight.shape[1], fit.weight.cpu()
+    bias = None if merged.bias is None else matrix[:, width]
+    return fit, merged.updated(job.merged, place, matrix[:, :width], bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,37 +17,26 @@ from moemerge.checkpoint.patch import Quantised
 from moemerge.checkpoint.reader import OverlaidCheckpoint
 from moemerge.features.input_hooks import ExpertsHook, UnitMap
 from moemerge.features.settings import StreamSettings
-from moemerge.linalg.cg import Status
 from moemerge.lockstep.job import OpenedRepair, RepairRun, RepairSteps, run_repair
-from moemerge.lockstep.journal import Entry
-from moemerge.lockstep.output import RefusedResultError
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.streams import Need, open_streams, process_bytes, start_note
 from moemerge.lockstep.warm_up import RandomRouter, router_like
 from moemerge.refitting.experts import sample_size
-from moemerge.refitting.gradient import HEAD_VALUES, Training
+from moemerge.refitting.gradient import HEAD_VALUES
 from moemerge.refitting.job import RefitJob, RefitRequest, check, prepare
-from moemerge.refitting.least_squares import Factor, FitSums, RidgeRule, fit_map
+from moemerge.refitting.least_squares import Factor, FitSums, fit_map
 from moemerge.refitting.linear import BLOCK_VALUES, GROUP
-from moemerge.refitting.loop import FinishedLayer, RefitLoop
-from moemerge.refitting.plan import RefitPlan, Storage, make_plan, planned_names
-from moemerge.refitting.report import (
-    RefitReport,
-    few_tokens,
-    kind_of,
-    map_errors,
-    matches_sources,
-    with_fits,
-)
-from moemerge.refitting.routers import RouterJob, RouterProblem, fit_router
+from moemerge.refitting.loop import RefitLoop
+from moemerge.refitting.plan import RefitPlan, make_plan, planned_names
+from moemerge.refitting.report import RefitReport, few_tokens, with_fits
+from moemerge.refitting.routers import RouterProblem, fit_router
 from moemerge.refitting.settings import RefitSettings
 from moemerge.refitting.streams import RefitStreams, build_streams, require_same_shapes
 from moemerge.routing.products import logits_of, working_dtype
 from moemerge.runtime.dtypes import dtype_name
-from moemerge.runtime.progress import Progress, counted
+from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Timings, peak_memory
 
-HEAD = "head"
 REHEARSAL_RIDGE = 0.1
 
 
@@ -75,190 +65,75 @@ class Refit(RepairSteps[RefitSettings, RefitJob, RefitReport]):
         return prepare(opened)
 
     def compute(self, job: RefitJob, run: RepairRun) -> RefitReport:
-        return RefitRun(job, run).compute()
+        overlay: dict[str, Callable[[], Tensor]] = {}
+        checkpoint = OverlaidCheckpoint(job.merged.checkpoint, overlay)
+        opened = open_streams(
+            lambda settings: build_streams(job, checkpoint, settings, run.progress),
+            partial(memory_need, job),
+            replace(job.stream, gather=False, readers=job.ranks),
+            run.warm_up.wait,
+        )
+        with closing(opened) as streams:
+            require_same_shapes(streams, job.sources, job.experts)
+            models = [runner.stream for runner in streams.runners]
+            run.progress.note(start_note(models, memory_need(job, streams)))
+            plan, units = _plan(job, streams)
+            for notice in plan.notices:
+                run.progress.note(notice)
+            names = planned_names(plan, units)
+            run.output.begin(job.key, names, replace=job.request.replaces_unfinished)
+            loop = RefitLoop(job, run, streams, plan, units)
+            overlay.update(loop.resume())
+            loop.run()
+            run.output.check()
+            report = _report(job, run, streams, plan)
+        for notice in few_tokens(report.layers):
+            run.progress.note(notice)
+        return report
 
     def with_rounding(self, report: RefitReport, errors: Mapping[str, Any]) -> RefitReport:
         return replace(report, requantised=with_fits(errors, report.layers))
 
 
-class RefitRun:
-    """One running refit."""
-
-    def __init__(self, job: RefitJob, run: RepairRun) -> None:
-        self.job = job
-        self.output = run.output
-        self.warm_up = run.warm_up
-        self.progress = run.progress
-        self.start = run.start
-
-    def compute(self) -> RefitReport:
-        job, output = self.job, self.output
-        overlay: dict[str, Callable[[], Tensor]] = {}
-        checkpoint = OverlaidCheckpoint(job.merged.checkpoint, overlay)
-        with open_streams(
-            lambda settings: build_streams(job, checkpoint, settings, self.progress),
-            partial(memory_need, job),
-            replace(job.stream, gather=False, readers=job.ranks),
-            self.warm_up.wait,
-        ) as streams:
-            require_same_shapes(streams, job.sources, job.experts)
-            models = [runner.stream for runner in streams.runners]
-            self.progress.note(start_note(models, memory_need(job, streams)))
-            plan, units = self._plan(streams)
-            output.begin(
-                job.key, planned_names(plan, units), replace=job.request.replaces_unfinished
-            )
-            ridge = RidgeRule(job.ridge)
-            training = None
-            if job.by_gradient:
-                settings = job.request.settings
-                training = Training(settings.steps, settings.seed, job.weights, job.ranks)
-            done = self._finished(plan, overlay, ridge, training)
-            loop = RefitLoop(
-                streams=streams,
-                batches=job.batches,
-                plan=plan,
-                units=units,
-                storage=Storage(
-                    job.merged.checkpoint, units, job.request.settings.requantize == "same"
-                ),
-                routers=RouterJob(
-                    job.merged,
-                    job.sources,
-                    job.routers,
-                    job.weights,
-                    exact=job.request.settings.router == "exact",
-                    ranks=job.ranks,
-                ),
-                scales=job.scales,
-                ridge=ridge,
-                ranks=job.ranks,
-                on_done=self._done,
-                before_fits=self.warm_up.wait,
-                done_before=done,
-                experts=job.experts,
-                training=training,
-            )
-            loop.run()
-            output.check()
-            report = self._report(streams, plan)
-        for notice in few_tokens(report.layers):
-            self.progress.note(notice)
-        return report
-
-    def _plan(self, streams: RefitStreams) -> tuple[RefitPlan, UnitMap]:
-        job, stream = self.job, streams.merged.stream
-        units = UnitMap(job.merged.checkpoint, job.merged.architecture, stream.names)
-        plan = make_plan(
-            stream.anatomy,
-            stream.input_hooks,
-            units,
-            job.routers,
-            layers=job.layers,
-            parts=job.request.settings.parts,
-        )
-        for runner in streams.runners:
-            runner.final.head = plan.head
-        for notice in plan.notices:
-            self.progress.note(notice)
-        return plan, units
-
-    def _finished(
-        self,
-        plan: RefitPlan,
-        overlay: dict[str, Callable[[], Tensor]],
-        ridge: RidgeRule,
-        training: Training | None,
-    ) -> set[int]:
-        """Return the layers that a killed run had finished.
-
-        The model is streamed with their new tensors, and the search for λ or the rate starts where
-        that run would have started it.
-        """
-        done = set()
-        for layer in plan.layers:
-            if not layer.pauses:
-                continue
-            entry = self.output.finished(_name(layer.number))
-            if entry is None:
-                break
-            overlay.update({n: partial(entry.tensors.__getitem__, n) for n in entry.tensors})
-            self._refuse_if_strict(entry.row)
-            ridge.last.update({kind_of(m): m["ridge"] for m in entry.row["maps"] if "ridge" in m})
-            if training is not None:
-                training.rate = entry.row["maps"][0]["rate"]
-            done.add(layer.number)
-        if done:
-            self.progress.note(f"a killed run is continued: {len(done)} layers are finished")
-        return done
-
-    def _done(self, finished: FinishedLayer) -> None:
-        self.output.check()
-        row = finished.row.to_json()
-        self._refuse_if_strict(row)
-        for notice in row["notices"]:
-            self.progress.note(notice)
-        self._note_progress(row)
-        tensors = finished.tensors if self.job.request.write else {}
-        self.output.add(Entry(_name(finished.row.layer), tensors, row))
-
-    def _refuse_if_strict(self, row: Mapping[str, Any]) -> None:
-        """With `strict`, refuse kept maps, also of layers that a run without it had finished."""
-        if self.job.request.settings.strict and row["notices"]:
-            bad = [m for m in row["maps"] if m.get("status", Status.CONVERGED) != Status.CONVERGED]
-            kept = [m for m in row["maps"] if m["kept"] is True and not matches_sources(m)]
-            if bad or kept:
-                raise RefusedResultError(
-                    row["notices"][0], hint="give more text, or leave `strict` out"
-                )
-
-    def _note_progress(self, row: Mapping[str, Any]) -> None:
-        where = "head" if row["layer"] is None else f"layer {row['layer']}"
-        errors = [map_errors(m) for m in row["maps"] if "router" not in m]
-        before, after = sum(b for b, _ in errors), sum(a for _, a in errors)
-        left = f", {after / before:.0%} of the error left" if before else ""
-        drift = ""
-        if row["drift_before"] and row["drift_after"]:
-            old, new = (_mean(row[key]) for key in ("drift_before", "drift_after"))
-            drift = f", drift {old:.3g} → {new:.3g}"
-        maps = "" if self.job.by_gradient else f": {counted(len(row['maps']), 'map')}"
-        self.progress.note(f"{where}{maps}{left}{drift}")
-
-    def _report(self, streams: RefitStreams, plan: RefitPlan) -> RefitReport:
-        job = self.job
-        fitted = time.perf_counter() - self.start
-        layers = tuple(entry.row for entry in self.output.entries)
-        stopwatch = streams.merged.stream.stopwatch
-        tokens = {domain.name: domain.tokens for domain in job.text.domains}
-        held = {domain.name: sum(map(len, domain.holdout)) for domain in job.text.domains}
-        return RefitReport(
-            **RepairReport.request_fields(job.request),
-            experts=job.experts,
-            device=str(job.stream.device),
-            dtype=dtype_name(job.stream.dtype),
-            offload=streams.offload,
-            memory=process_bytes(streams.memory, memory_need(job, streams).extra),
-            resumed=self.output.resumed,
-            tokens=tokens,
-            held_out_tokens=held,
-            layers=layers,
-            notices=(
-                *job.notices,
-                *plan.notices,
-                *(notice for layer in layers for notice in layer["notices"]),
-                *few_tokens(layers),
-            ),
-            seconds=fitted,
-            timings=Timings.of(stopwatch, fitted, peak_memory(job.stream.device)),
-        )
+def _plan(job: RefitJob, streams: RefitStreams) -> tuple[RefitPlan, UnitMap]:
+    stream = streams.merged.stream
+    units = UnitMap(job.merged.checkpoint, job.merged.architecture, stream.names)
+    plan = make_plan(
+        stream.anatomy,
+        stream.input_hooks,
+        units,
+        job.routers,
+        layers=job.layers,
+        parts=job.request.settings.parts,
+    )
+    for runner in streams.runners:
+        runner.head = plan.head
+    return plan, units
 
 
-def _name(layer: int | None) -> str:
-    return HEAD if layer is None else f"layer {layer}"
-
-
-def _mean(values: Mapping[str, float]) -> float:
-    return sum(values.values()) / len(values)
+def _report(job: RefitJob, run: RepairRun, streams: RefitStreams, plan: RefitPlan) -> RefitReport:
+    fitted = time.perf_counter() - run.start
+    layers = tuple(entry.row for entry in run.output.entries)
+    return RefitReport(
+        **RepairReport.request_fields(job.request),
+        experts=job.experts,
+        device=str(job.stream.device),
+        dtype=dtype_name(job.stream.dtype),
+        offload=streams.offload,
+        memory=process_bytes(streams.memory, memory_need(job, streams).extra),
+        resumed=run.output.resumed,
+        tokens={domain.name: domain.tokens for domain in job.text.domains},
+        held_out_tokens={d.name: sum(map(len, d.holdout)) for d in job.text.domains},
+        layers=layers,
+        notices=(
+            *job.notices,
+            *plan.notices,
+            *(notice for layer in layers for notice in layer["notices"]),
+            *few_tokens(layers),
+        ),
+        seconds=fitted,
+        timings=Timings.of(streams.merged.stream.stopwatch, fitted, peak_memory(job.stream.device)),
+    )
 
 
 # --- memory -------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,9 @@ from moemerge.features.stream import ModelStream
 from moemerge.features.tokens import real_tokens
 from moemerge.lockstep.experts import ExpertMaps
 from moemerge.refitting.job import RefitJob
-from moemerge.refitting.layer import LayerStructure
 from moemerge.refitting.plan import LayerPlan
 from moemerge.refitting.records import LayerRecorder, Record
-from moemerge.refitting.targets import LayerView, ResidualWrite, find_writes
+from moemerge.refitting.targets import LayerStructure, LayerView, ResidualWrite, find_writes
 from moemerge.runtime.process import give_back_large_buffers
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks
@@ -103,29 +101,13 @@ def _leader(record: Record, write: ResidualWrite) -> str | None:
 
 
 @dataclass
-class FinalStates:
-    """The inputs of the head, of every batch."""
-
-    head: LinearHook | None
-    values: dict[int, Tensor] = field(default_factory=dict)  # by id of the batch
-
-    def add(self, stream: ModelStream, batch: Batch, hidden: Tensor) -> None:
-        if self.head is None:
-            return
-        x = head_input(stream.model, stream.anatomy.owner, self.head, hidden)
-        rows = batch.mask.reshape(-1).nonzero().squeeze(1).to(hidden.device)
-        tokens = real_tokens(x, batch, rows)
-        assert tokens is not None
-        self.values[id(batch)] = tokens
-
-
-@dataclass
 class Runner:
     """One streamed model, and its records of the layer that ran last."""
 
     stream: ModelStream
     recorder: LayerRecorder
-    final: FinalStates
+    head: LinearHook | None = None  # if it is refitted
+    final: dict[int, Tensor] = field(default_factory=dict)  # the head's inputs, by id of the batch
     stops: Iterator[Stop] | None = None
 
     @property
@@ -134,6 +116,16 @@ class Runner:
 
     def view(self) -> LayerView:
         return LayerView(self.stream.model, self.recorder.records)
+
+    def keep_final(self, batch: Batch, hidden: Tensor) -> None:
+        """Keep the inputs of the head."""
+        if self.head is None:
+            return
+        x = head_input(self.model, self.stream.anatomy.owner, self.head, hidden)
+        rows = batch.mask.reshape(-1).nonzero().squeeze(1).to(hidden.device)
+        tokens = real_tokens(x, batch, rows)
+        assert tokens is not None
+        self.final[id(batch)] = tokens
 
     def run_layer(self) -> None:
         """Run the next layer with all batches (the first call: up to the first layer)."""
@@ -152,12 +144,6 @@ class RefitStreams:
     merged: Runner
     sources: Mapping[str, Runner]
     needs: Needs
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         for runner in self.runners:
@@ -234,12 +220,11 @@ def _runner(
 ) -> Runner:
     """Build one model; `progress` is None for a source."""
     is_merged = progress is not None
-    final = FinalStates(None)
     stream = ModelStream(
         checkpoint,
         batches,
         settings,
-        on_output=lambda batch, hidden: final.add(stream, batch, hidden),
+        on_output=lambda batch, hidden: runner.keep_final(batch, hidden),
         progress=progress,
         stopwatch=stopwatch,
     )
@@ -256,7 +241,8 @@ def _runner(
     routers = [router.path for router in stream.anatomy.routers]
     heard = dict.fromkeys([*stream.anatomy.layers, *hooks, *routers])
     stream.listen(list(heard), recorder.on_calls, outputs=True)
-    return Runner(stream, recorder, final)
+    runner = Runner(stream, recorder)
+    return runner
 
 
 def require_same_shapes(

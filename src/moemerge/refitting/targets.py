@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -126,11 +126,17 @@ class LayerView:
 
 
 @dataclass(frozen=True)
-class HiddenState:
-    """The hidden state inside a layer: h + Σ a_j o_j over the writes so far."""
+class LayerStructure:
+    """How a layer's modules write to the hidden state: h + Σ a_j o_j over the writes so far."""
 
-    writes: Sequence[ResidualWrite]  # all of the layer, in order
-    leaders: Mapping[str, str]  # a gate's path -> a module that reads the same input before it
+    writes: Sequence[ResidualWrite] = ()  # all of the layer, in order
+    # A gate's path -> a module that reads the same input before it.
+    leaders: Mapping[str, str] = field(default_factory=dict)
+    called: frozenset[str] = frozenset()  # modules that the layer runs
+
+    def place(self, path: str) -> int | None:
+        """Return the index of a module's write, or None if it writes elsewhere."""
+        return next((at for at, write in enumerate(self.writes) if write.path == path), None)
 
     def after(self, view: LayerView, batch: Batch, count: int, rows: slice) -> Tensor:
         """Return the state after the first `count` writes, (tokens, d) in float32 at least;
