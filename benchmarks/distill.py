@@ -42,7 +42,8 @@ def main() -> None:
 def distill(spec: dict[str, Any]) -> None:
     """Run one distillation, in its own process."""
     from moemerge.config.faults import parse_settings
-    from moemerge.distilling.run import DistillRequest, run_distillation
+    from moemerge.distilling.job import DistillRequest
+    from moemerge.distilling.run import run_distillation
     from moemerge.distilling.settings import DistillSettings
 
     if spec["memory"] is not None:

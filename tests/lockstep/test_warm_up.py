@@ -1,5 +1,7 @@
 """A warm-up runs beside, tells its errors to who waits, and takes part in no sum of all ranks."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,12 +9,16 @@ from moemerge.architectures.opened import open_model
 from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.calibration.layer import calibrate_layer
 from moemerge.calibration.run import problem_of, solve_once
+from moemerge.calibration.settings import CalibrationSettings
 from moemerge.errors import DataError
 from moemerge.features.settings import StreamSettings
 from moemerge.linalg.cg import Status
 from moemerge.lockstep import warm_up
+from moemerge.lockstep.job import OpenedRepair
+from moemerge.lockstep.request import RepairRequest
 from moemerge.lockstep.warm_up import WarmUp, random_router, router_like
 from moemerge.refitting.run import fit_once
+from moemerge.refitting.settings import RefitSettings
 from moemerge.routing import SolveSettings
 from moemerge.runtime.ranks import SINGLE
 
@@ -43,14 +49,21 @@ def test_the_random_problem_is_solved(bias, gate):
     assert (result.bias is not None) == bias
 
 
+def opened(model, settings):
+    request = RepairRequest("", Path(), {}, {}, settings)
+    return OpenedRepair(
+        request=request, merged=model, sources={}, stream=StreamSettings(), ranks=SINGLE
+    )
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "olmoe"])
 def test_it_runs_beside_and_tells_its_errors(family, zoo_folder, monkeypatch):
     model = open_model("merged", str(zoo_folder(family)))
 
     def work():
-        solve_once(model, SolveSettings(), StreamSettings())
-        for exact in (True, False):
-            fit_once(model, StreamSettings(), exact=exact)
+        solve_once(opened(model, CalibrationSettings()))
+        for router in ("exact", "harc"):
+            fit_once(opened(model, RefitSettings(router=router)))
 
     with WarmUp() as warm:
         warm.begin(CPU, work)

@@ -12,12 +12,7 @@ import torch
 from moemerge.architectures.rules import Score
 from moemerge.calibration.settings import CalibrationSettings
 from moemerge.lockstep.experts import maps_json
-from moemerge.lockstep.inputs import (
-    base_notices,
-    check_same_tokens,
-    read_text,
-    require_streamable,
-)
+from moemerge.lockstep.inputs import base_notices, check_source_text, read_text
 from moemerge.lockstep.job import OpenedRepair, RepairJob
 from moemerge.lockstep.models import (
     MERGED,
@@ -106,11 +101,7 @@ def prepare(opened: OpenedRepair[CalibrationSettings]) -> CalibrationJob:
         settings, notice = _without_choice(settings)
         notices.append(notice)
     if settings.targets == "source-features":
-        for domain in text.domains:
-            other = sources[domain.name]
-            hint, what = MERGED_ALONE, f"source {other.name!r}"
-            require_streamable(merged, other, what=what, hint=hint)
-            notices += check_same_tokens([domain], text.tokenizer, other, what=what, hint=hint)
+        notices += check_source_text(merged, sources, text, MERGED_ALONE)
     return CalibrationJob(
         request=replace(request, settings=settings),
         merged=merged,

@@ -7,82 +7,64 @@ from dataclasses import replace
 
 import torch
 
-from moemerge.architectures.opened import OpenModel
 from moemerge.calibration.job import CalibrationJob, CalibrationRequest, memory_need, prepare
 from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.calibration.report import CalibrationReport, holdout_notices, totals
 from moemerge.calibration.routers import RouterCalibrator, solve_settings
 from moemerge.calibration.settings import CalibrationSettings
-from moemerge.features.settings import StreamSettings
 from moemerge.lockstep.job import OpenedRepair, RepairRun, RepairSteps, run_repair
 from moemerge.lockstep.models import require_calibratable
 from moemerge.lockstep.output import Output
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.streams import Lockstep, open_lockstep, process_bytes, start_note, walk
 from moemerge.lockstep.warm_up import RandomRouter, router_like
-from moemerge.routing import SolveSettings
-from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
-from moemerge.runtime.timing import Timings, peak_memory
 
 
 def run_calibration(request: CalibrationRequest, progress: Progress) -> CalibrationReport:
     """Calibrate into `request.out`. The journal has an entry for every router."""
-    return run_repair(request, progress, Calibration())
+    steps = RepairSteps(
+        require=require_calibratable, rehearse=solve_once, prepare=prepare, compute=_compute
+    )
+    return run_repair(request, progress, steps)
 
 
-class Calibration(RepairSteps[CalibrationSettings, CalibrationJob, CalibrationReport]):
-    """The steps of a calibration."""
-
-    def require(self, merged: OpenModel) -> None:
-        require_calibratable(merged)
-
-    def rehearse(self, opened: OpenedRepair[CalibrationSettings]) -> None:
-        solve_once(opened.merged, solve_settings(opened.request.settings), opened.stream)
-
-    def prepare(self, opened: OpenedRepair[CalibrationSettings]) -> CalibrationJob:
-        return prepare(opened)
-
-    def compute(self, job: CalibrationJob, run: RepairRun) -> CalibrationReport:
-        routers, output = job.routers, run.output
-        with open_lockstep(
-            job.sides,
-            job.batches,
-            replace(job.stream, readers=job.ranks),
-            layers=routers.layers,
-            need=memory_need(job),
-            progress=run.progress,
-            settle=run.warm_up.wait,
-        ) as lockstep:
-            run.progress.note(start_note(lockstep.streams, memory_need(job)))
-            stopwatch = lockstep.stopwatch
-            stopwatch.count("prepare", time.perf_counter() - run.start - job.text.seconds)
-            stopwatch.count("text", job.text.seconds)
-            changed = [pair.info.weight for pair in routers.pairs]
-            output.begin(job.key, changed, replace=job.request.replaces_unfinished)
-            if output.resumed:
-                run.progress.note(
-                    f"a killed run is continued: {output.resumed} routers are finished"
-                )
-            visitor = RouterCalibrator(job, run, stopwatch)
-            walk(lockstep, routers.pairs, visitor, output, job.ranks)
-            report = _report(job, lockstep, output, time.perf_counter() - run.start)
-        for notice in holdout_notices(report.totals):
-            run.progress.note(notice)
-        return report
+def _compute(job: CalibrationJob, run: RepairRun) -> CalibrationReport:
+    routers, output = job.routers, run.output
+    with open_lockstep(
+        job.sides,
+        job.batches,
+        replace(job.stream, readers=job.ranks),
+        layers=routers.layers,
+        need=memory_need(job),
+        progress=run.progress,
+        settle=run.warm_up.wait,
+    ) as lockstep:
+        run.progress.note(start_note(lockstep.streams, memory_need(job)))
+        stopwatch = lockstep.stopwatch
+        stopwatch.count("prepare", time.perf_counter() - run.start - job.text.seconds)
+        stopwatch.count("text", job.text.seconds)
+        changed = [pair.info.weight for pair in routers.pairs]
+        output.begin(job.key, changed, replace=job.request.replaces_unfinished)
+        if output.resumed:
+            run.progress.note(f"a killed run is continued: {output.resumed} routers are finished")
+        visitor = RouterCalibrator(job, run, stopwatch)
+        walk(lockstep, routers.pairs, visitor, output, job.ranks)
+        report = _report(job, lockstep, output, time.perf_counter() - run.start)
+    for notice in holdout_notices(report.totals):
+        run.progress.note(notice)
+    return report
 
 
 def _report(
     job: CalibrationJob, lockstep: Lockstep, output: Output, seconds: float
 ) -> CalibrationReport:
-    request, stopwatch = job.request, lockstep.stopwatch
+    stopwatch = lockstep.stopwatch
     rows = tuple(entry.row for entry in output.entries)
     stopwatch.aside("copy", *output.copied)
     return CalibrationReport(
-        **RepairReport.request_fields(request),
+        **RepairReport.run_fields(job.request, job.stream, stopwatch, seconds),
         experts=job.experts,
-        device=str(job.stream.device),
-        dtype=dtype_name(job.stream.dtype),
         offload=lockstep.offload,
         memory=process_bytes(lockstep.memory, memory_need(job).extra),
         resumed=output.resumed,
@@ -93,14 +75,13 @@ def _report(
             *(notice for row in rows for notice in row["notices"]),
             *holdout_notices(totals(rows)),
         ),
-        seconds=seconds,
-        timings=Timings.of(stopwatch, seconds, peak_memory(job.stream.device)),
     )
 
 
-def solve_once(model: OpenModel, settings: SolveSettings, stream: StreamSettings) -> None:
+def solve_once(opened: OpenedRepair[CalibrationSettings]) -> None:
     """Solve for a random router of the model's shape."""
-    router = router_like(model, stream.device, stream.dtype)
+    stream, settings = opened.stream, solve_settings(opened.request.settings)
+    router = router_like(opened.merged, stream.device, stream.dtype)
     if router is not None:
         problem = problem_of(router, stream.dtype)
         calibrate_layer(problem, settings, start=problem.merged)

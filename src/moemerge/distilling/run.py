@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,188 +13,94 @@ import torch
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import format_size
 from moemerge.checkpoint.output import writing
-from moemerge.distilling.memory import TrainingSize
-from moemerge.distilling.optimisers import OptimiserName
+from moemerge.distilling.job import DistillJob, DistillRequest
 from moemerge.distilling.report import DistillReport
 from moemerge.distilling.settings import DistillSettings
 from moemerge.distilling.student import Student, StudentOptions
 from moemerge.distilling.teachers import positions, run_teacher
-from moemerge.distilling.training import Progressed, Trainer, TrainingOptions
+from moemerge.distilling.training import Progressed, Trainer
 from moemerge.errors import ArchitectureError, DataError, ResourceError
 from moemerge.features.settings import HEADROOM, vocabulary_size
 from moemerge.features.trainable import TrainedLayout
-from moemerge.lockstep.inputs import base_notices, check_same_tokens, read_text, require_streamable
-from moemerge.lockstep.job import OpenedRepair, RepairJob, RepairRun, RepairSteps, run_repair
+from moemerge.lockstep.inputs import base_notices, check_source_text, read_text
+from moemerge.lockstep.job import OpenedRepair, RepairRun, RepairSteps, run_repair
 from moemerge.lockstep.journal import Entry, SavedStates, mark_complete
 from moemerge.lockstep.output import Output, RefusedResultError
 from moemerge.lockstep.report import RepairReport
-from moemerge.lockstep.request import RepairRequest, errors_of, request_key
+from moemerge.lockstep.request import errors_of
 from moemerge.runtime.devices import available_memory, deterministic, release_cached
-from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
-from moemerge.runtime.timing import Stopwatch, Timings, peak_memory
+from moemerge.runtime.timing import Stopwatch
 
-LEAST_STEPS: Final = 100
 SAVE_MEMORY: Final = (
     'train adapters (`lora=16`), use `optimiser="adafactor"`, or give shorter rows (`max_length`)'
 )
-EPOCHS: Final = 2
-MOST_EPOCHS: Final = 16
 # A state is stored if that takes at most this share of the time since the last one.
 SAVING_SHARE: Final = 0.1
 DISK_RATE: Final = 1e9  # bytes per second, assumed
-# Learning rates at which the search begins.
-FIRST_RATE: Final[Mapping[OptimiserName, float]] = {"adamw": 1e-4, "adafactor": 1e-3}
-LORA_RATE: Final = 1e-3
 STUDENT: Final = "student"  # the only entry of the output
-
-DistillRequest = RepairRequest[DistillSettings]
 
 
 def run_distillation(request: DistillRequest, progress: Progress) -> DistillReport:
     """Distil into `request.out`. Stored distributions and training states allow a resume."""
-    return run_repair(request, progress, Distillation())
+    steps = RepairSteps(require=_require, prepare=_prepare, compute=_compute)
+    return run_repair(request, progress, steps)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DistillJob(RepairJob[DistillSettings]):
-    """A distillation that can be run."""
-
-    layout: TrainedLayout
-    vocabulary: int
-
-    @cached_property
-    def steps(self) -> int:
-        settings = self.request.settings
-        if settings.steps != "auto":
-            return int(settings.steps)
-        epoch = max(1.0, sum(len(d.rows) for d in self.text.domains) / settings.batch)
-        return round(min(max(LEAST_STEPS, EPOCHS * epoch), max(1.0, MOST_EPOCHS * epoch)))
-
-    def _size(self, *, recompute: bool) -> TrainingSize:
-        return TrainingSize.of(
-            self.merged,
-            self.layout,
-            self.stream.dtype,
-            self.stream.device,
-            vocabulary=self.vocabulary,
-            recompute=recompute,
-            lora=self.request.settings.lora,
-            shards=self.ranks.count if self.ranks.can_shard(self.stream.device) else 1,
+def _require(merged: OpenModel) -> None:
+    if merged.checkpoint.quantisation is not None or merged.architecture.quantised:
+        raise ArchitectureError(
+            f"{merged.label} is quantised, and training needs floats",
+            hint="write it in floats first: `moemerge merge` with passthrough does",
         )
 
-    def _fits(self, nbytes: int) -> bool:
-        """Return whether the device of rank 0 has this much memory."""
-        fits = nbytes <= available_memory(self.stream.device) * HEADROOM
-        return self.ranks.broadcast_object(fits)
 
-    @cached_property
-    def optimiser(self) -> OptimiserName:
-        """Return the optimiser; `auto` takes AdamW if the device has the memory."""
-        chosen = self.request.settings.optimiser
-        if chosen != "auto":
-            return chosen
-        return (
-            "adamw" if self._fits(self._size(recompute=True).needed_bytes("adamw")) else "adafactor"
-        )
-
-    @cached_property
-    def size(self) -> TrainingSize:
-        """Return what memory depends on. Adapters are for little memory, so they recompute."""
-        chosen, kept = self.request.settings.recompute, self._size(recompute=False)
-        if chosen is None:
-            needed = kept.needed_bytes(self.optimiser) + kept.optimised_bytes(self.optimiser)
-            chosen = kept.adapters is not None or not self._fits(needed)
-        return self._size(recompute=chosen)
-
-    @property
-    def needed_bytes(self) -> int:
-        """Return the estimated peak memory of the training on its device."""
-        return self.size.needed_bytes(self.optimiser)
-
-    @cached_property
-    def snapshot_device(self) -> torch.device:
-        """Return where the best weights so far are kept: on the device if it has the room."""
-        needed = self.needed_bytes + self.size.optimised_bytes(self.optimiser)
-        return self.stream.device if self._fits(needed) else torch.device("cpu")
-
-    @property
-    def key(self) -> dict[str, Any]:
-        return {
-            "merged": self.merged.checkpoint.fingerprint(),
-            "sources": {
-                name: hashlib.sha256(source.checkpoint.fingerprint().encode()).hexdigest()
-                for name, source in self.sources.items()
-            },
-            "ranks": self.ranks.count,
-            "steps": self.steps,
-            "micro_tokens": self.size.micro_tokens,
-            "optimiser": self.optimiser,
-            **request_key(self.request, self.text.domains, self.stream.device, self.stream.dtype),
-        }
-
-
-class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
-    """The steps of a distillation."""
-
-    def require(self, merged: OpenModel) -> None:
-        if merged.checkpoint.quantisation is not None or merged.architecture.quantised:
+def _prepare(opened: OpenedRepair[DistillSettings]) -> DistillJob:
+    request, merged, sources = opened.request, opened.merged, opened.sources
+    settings = request.settings
+    text = request.text or read_text(merged, sources, request.data, settings)
+    notices = base_notices(merged, sources, request.sources, in_config=request.temporary)
+    notices += text.notices
+    size = vocabulary_size(merged)
+    hint = "a source is a model that was merged"
+    notices += check_source_text(merged, sources, text, hint)
+    for source in sources.values():
+        if vocabulary_size(source) != size:
             raise ArchitectureError(
-                f"{merged.label} is quantised, and training needs floats",
-                hint="write it in floats first: `moemerge merge` with passthrough does",
+                f"source {source.name!r} predicts {vocabulary_size(source)} tokens, "
+                f"{merged.label} {size}",
+                hint="a teacher needs the student's vocabulary",
             )
+    job = DistillJob(
+        request=request,
+        merged=merged,
+        sources=sources,
+        stream=opened.stream,
+        ranks=opened.ranks,
+        text=text,
+        notices=tuple(notices),
+        layout=_layout(merged, settings),
+        vocabulary=size,
+    )
+    _check_text(job)
+    _check_memory(job)
+    return job
 
-    def rehearse(self, opened: OpenedRepair[DistillSettings]) -> None:
-        """Training has no kernels of ours to compile."""
 
-    def prepare(self, opened: OpenedRepair[DistillSettings]) -> DistillJob:
-        request, merged, sources = opened.request, opened.merged, opened.sources
-        settings = request.settings
-        text = request.text or read_text(merged, sources, request.data, settings)
-        notices = base_notices(merged, sources, request.sources, in_config=request.temporary)
-        notices += text.notices
-        size = vocabulary_size(merged)
-        for domain in text.domains:
-            source = sources[domain.name]
-            what, hint = f"source {source.name!r}", "a source is a model that was merged"
-            require_streamable(merged, source, what=what, hint=hint)
-            notices += check_same_tokens([domain], text.tokenizer, source, what=what, hint=hint)
-            if vocabulary_size(source) != size:
-                raise ArchitectureError(
-                    f"{what} predicts {vocabulary_size(source)} tokens, {merged.label} {size}",
-                    hint="a teacher needs the student's vocabulary",
-                )
-        job = DistillJob(
-            request=request,
-            merged=merged,
-            sources=sources,
-            stream=opened.stream,
-            ranks=opened.ranks,
-            text=text,
-            notices=tuple(notices),
-            layout=_layout(merged, settings),
-            vocabulary=size,
-        )
-        _check_text(job)
-        _check_memory(job)
-        return job
-
-    def compute(self, job: DistillJob, run: RepairRun) -> DistillReport:
-        output, settings = run.output, job.request.settings
-        output.begin(job.key, job.layout.stored, replace=job.request.replaces_unfinished)
-        stopwatch = Stopwatch(job.stream.device)
-        stopwatch.count("prepare", time.perf_counter() - run.start - job.text.seconds)
-        stopwatch.count("text", job.text.seconds)
-        run.progress.note(_estimate(job))
-        states = TrainingStates(job, output)
-        row, student = _distil(job, states, stopwatch, run.progress)
-        output.hold(Entry(STUDENT, {}, row), _trained(job, student.state_dict()))
-        report = _report(job, output, stopwatch, time.perf_counter() - run.start)
-        if settings.strict and report.kept_step == 0:
-            raise RefusedResultError(
-                report.notices[-1], hint="give more text, or leave `strict` out"
-            )
-        return report
+def _compute(job: DistillJob, run: RepairRun) -> DistillReport:
+    output, settings = run.output, job.request.settings
+    output.begin(job.key, job.layout.stored, replace=job.request.replaces_unfinished)
+    stopwatch = Stopwatch(job.stream.device)
+    stopwatch.count("prepare", time.perf_counter() - run.start - job.text.seconds)
+    stopwatch.count("text", job.text.seconds)
+    run.progress.note(_estimate(job))
+    states = TrainingStates(job, output)
+    row, student = _distil(job, states, stopwatch, run.progress)
+    output.hold(Entry(STUDENT, {}, row), _trained(job, student.state_dict()))
+    report = _report(job, output, stopwatch, time.perf_counter() - run.start)
+    if settings.strict and report.kept_step == 0:
+        raise RefusedResultError(report.notices[-1], hint="give more text, or leave `strict` out")
+    return report
 
 
 def _trained(
@@ -213,7 +116,7 @@ def _distil(
 ) -> tuple[dict[str, Any], Student]:
     """Return the row of the report, and the student with the weights that are kept."""
     settings, stream = job.request.settings, job.stream
-    snapshots = job.snapshot_device  # by the memory that is free before the student is loaded
+    _ = job.snapshot_device  # by the memory that is free before the student is loaded
     with stopwatch.span("teachers"):
         teachers = {
             domain.name: run_teacher(
@@ -239,17 +142,7 @@ def _distil(
             options=loading,
             ranks=job.ranks,
         )
-    options = TrainingOptions(
-        steps=job.steps,
-        batch=settings.batch,
-        micro_tokens=job.size.micro_tokens,
-        optimiser=job.optimiser,
-        first_rate=LORA_RATE if settings.lora is not None else FIRST_RATE[job.optimiser],
-        next_token=settings.next_token,
-        seed=settings.seed,
-        snapshots=snapshots,
-    )
-    trainer = Trainer(student, teachers, job.weights, options, job.ranks, stopwatch, progress)
+    trainer = Trainer(job, student, teachers, stopwatch, progress)
     rate = settings.learning_rate
     tried: dict[float, float] = {}
     state, optimiser = states.load(trainer)
@@ -391,16 +284,12 @@ def _report(job: DistillJob, output: Output, stopwatch: Stopwatch, seconds: floa
             "no step lowered the divergence on held-out rows, so the merged weights are kept"
         )
     return DistillReport(
-        **RepairReport.request_fields(job.request),
-        device=str(job.stream.device),
-        dtype=dtype_name(job.stream.dtype),
+        **RepairReport.run_fields(job.request, job.stream, stopwatch, seconds),
         offload="device",
         memory=job.needed_bytes,
         resumed=output.resumed,
         layers=(),
         notices=tuple(notices),
-        seconds=seconds,
-        timings=Timings.of(stopwatch, seconds, peak_memory(job.stream.device)),
         parameters=job.size.parameters,
         optimiser=job.optimiser,
         learning_rate=state.rate,

@@ -17,7 +17,8 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from moemerge.distilling.optimisers import OptimiserName, make_optimiser
+from moemerge.distilling.job import DistillJob
+from moemerge.distilling.optimisers import make_optimiser
 from moemerge.distilling.student import Student
 from moemerge.distilling.teachers import (
     TeacherRows,
@@ -29,7 +30,6 @@ from moemerge.distilling.teachers import (
 from moemerge.errors import NumericalError
 from moemerge.linalg.search import lowest
 from moemerge.runtime.progress import Progress
-from moemerge.runtime.ranks import Ranks
 from moemerge.runtime.timing import Stopwatch
 
 WARMUP: Final = 0.1  # share of the steps in which the rate rises
@@ -40,20 +40,6 @@ PATIENCE: Final = 2  # evaluations without a gain after which a training stops
 # Learning rates that `auto` chooses from.
 RATES: Final = tuple(10.0 ** (exponent / 2) for exponent in range(-12, -3))
 TRIAL: Final = 0.25  # of the steps: how long a rate is tried
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """How a student is trained, once every choice has been made but the rate."""
-
-    steps: int
-    batch: int  # rows of a step, over all processes
-    micro_tokens: int  # padded tokens that run at once
-    optimiser: OptimiserName
-    first_rate: float  # at which the search for a rate begins
-    next_token: float  # share of the next-token loss; the rest is the divergence
-    seed: int
-    snapshots: torch.device  # where the best weights are kept
 
 
 @dataclass
@@ -88,24 +74,23 @@ class Progressed:
 
 
 class Trainer:
-    """A student, its teachers' rows and the options of one run."""
+    """A student and its teachers' rows."""
 
     def __init__(
         self,
+        job: DistillJob,
         student: Student,
         teachers: Mapping[str, TeacherRows],
-        weights: Mapping[str, float],
-        options: TrainingOptions,
-        ranks: Ranks,
         stopwatch: Stopwatch,
         progress: Progress,
     ) -> None:
+        self.job = job
+        self.settings = job.request.settings
         self.student = student
         self.teachers = teachers
-        total = sum(weights.values())
-        self.weights = {name: weight / total for name, weight in weights.items()}
-        self.options = options
-        self.ranks = ranks
+        total = sum(job.weights.values())
+        self.weights = {name: weight / total for name, weight in job.weights.items()}
+        self.ranks = job.ranks
         self.stopwatch = stopwatch
         self.progress = progress
         self.holds_out = all(rows.domain.holdout for rows in teachers.values())
@@ -175,7 +160,7 @@ class Trainer:
         mine = (at for at in places if at % self.ranks.count == rank)
         for at in sorted(mine, key=lambda at: -len(own[at])):
             longest = len(own[groups[-1][0]]) if groups else 0
-            if not groups or longest * (len(groups[-1]) + 1) > self.options.micro_tokens:
+            if not groups or longest * (len(groups[-1]) + 1) > self.job.size.micro_tokens:
                 groups.append([])
             groups[-1].append(at)
         return groups
@@ -184,7 +169,7 @@ class Trainer:
 
     def step(self, number: int, optimiser: torch.optim.Optimizer) -> float:
         """Take step `number` (from 0); return its loss."""
-        torch.manual_seed(self.options.seed + number)
+        torch.manual_seed(self.settings.seed + number)
         total = torch.zeros((), dtype=torch.float64, device=self.student.device)
         factor = self.ranks.count if self.student.shares_weights else 1
         for name, rows in self.teachers.items():
@@ -192,7 +177,7 @@ class Trainer:
             count = sum(positions(rows.domain.rows[at]) for at in places)
             scale = self.weights[name] / max(1, count)
             for part, weight in self._micro_batches(rows, places, holdout=False):
-                loss = self._loss(rows, part, holdout=False, next_token=self.options.next_token)
+                loss = self._loss(rows, part, holdout=False, next_token=self.settings.next_token)
                 loss = weight * scale * loss
                 (factor * loss).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach().double()
@@ -209,11 +194,11 @@ class Trainer:
         """Return which rows of a domain step `step` reads: each epoch in another order."""
         total = sum(len(one.domain.rows) for one in self.teachers.values())
         count = len(rows.domain.rows)
-        share = max(1, round(self.options.batch * count / total))
+        share = max(1, round(self.settings.batch * count / total))
         taken = []
         for at in range(step * share, (step + 1) * share):
             epoch, place = divmod(at, count)
-            taken.append(_order(self.options.seed, name, epoch, count)[place])
+            taken.append(_order(self.settings.seed, name, epoch, count)[place])
         return taken
 
     def rate(self, number: int, highest: float, steps: int) -> float:
@@ -222,7 +207,7 @@ class Trainer:
         return highest * min(1.0, rising) * (1.0 - (1.0 - LAST_RATE) * number / steps)
 
     def optimiser(self, rate: float) -> torch.optim.Optimizer:
-        return make_optimiser(self.options.optimiser, list(self.student.masters.values()), rate)
+        return make_optimiser(self.job.optimiser, list(self.student.masters.values()), rate)
 
     # --- a whole training ---
 
@@ -233,12 +218,12 @@ class Trainer:
         save: Callable[[Progressed, torch.optim.Optimizer, Student], None],
     ) -> None:
         """Train from `state.step` on, and leave the student with the best weights."""
-        steps = self.options.steps
+        steps = self.job.steps
         due = {round(steps * (n + 1) / EVALUATIONS) for n in range(EVALUATIONS)} | {steps}
         if not state.step and self.holds_out:
             with self.stopwatch.span("evaluate"):
                 state.held_out[0] = self.held_out()
-            state.best = self.student.snapshot(self.options.snapshots)
+            state.best = self.student.snapshot(self.job.snapshot_device)
         self.progress.start("distilling", steps, unit="steps")
         self.progress.advance(state.step)
         while state.step < steps and not self._gained_nothing(state):
@@ -264,7 +249,7 @@ class Trainer:
         state.held_out[state.step] = self.held_out()
         if self.mean(state.held_out[state.step]) < self.mean(state.held_out[state.best_step]):
             state.best_step = state.step
-            state.best = self.student.snapshot(self.options.snapshots)
+            state.best = self.student.snapshot(self.job.snapshot_device)
 
     def _gained_nothing(self, state: Progressed) -> bool:
         """Return whether the last evaluations were all worse than an earlier one."""
@@ -278,15 +263,15 @@ class Trainer:
 
         A rate at which training diverges counts as infinitely bad.
         """
-        start = self.student.snapshot(self.options.snapshots)
-        steps = max(1, round(TRIAL * self.options.steps))
+        start = self.student.snapshot(self.job.snapshot_device)
+        steps = max(1, round(TRIAL * self.job.steps))
 
         def error(rate: float) -> float:
             found = self._trial(rate, steps)
             self.student.load(start)
             return found
 
-        return lowest(RATES, self.options.first_rate, error)
+        return lowest(RATES, self.job.first_rate, error)
 
     def _trial(self, rate: float, steps: int) -> float:
         self.progress.start(f"trying the rate {rate:.2g}", steps, unit="steps")

@@ -153,6 +153,22 @@ def check_same_tokens(
     return []
 
 
+def check_source_text(
+    model: OpenModel, sources: Mapping[str, OpenModel], text: JobText, hint: str
+) -> list[str]:
+    """Check that each source can process its domain's text in step with the model.
+
+    Return warnings.
+    """
+    notices: list[str] = []
+    for domain in text.domains:
+        source = sources[domain.name]
+        what = f"source {source.name!r}"
+        require_streamable(model, source, what=what, hint=hint)
+        notices += check_same_tokens([domain], text.tokenizer, source, what=what, hint=hint)
+    return notices
+
+
 def base_notices(
     merged: OpenModel,
     sources: Mapping[str, OpenModel],

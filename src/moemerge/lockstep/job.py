@@ -1,19 +1,19 @@
 """The skeleton of every repair: request, checked job, and the steps from one to the other.
 
-class Calibration(RepairSteps):              # what this repair adds
-    def require(self, merged): ...           # refuse models that it cannot repair
-    def rehearse(self, opened): ...          # compile GPU kernels while text is read
-    def prepare(self, opened): ...           # read text, pair routers: a `RepairJob`
-    def compute(self, job, run): ...         # the work: entries into `run.output`, a report
-
-run_repair(request, progress, Calibration())
+steps = RepairSteps(        # what a repair adds
+    require=...,            # refuse models that it cannot repair
+    rehearse=...,           # compile GPU kernels while text is read
+    prepare=...,            # read text, pair routers: a `RepairJob`
+    compute=...,            # the work: entries into `run.output`, a report
+)
+run_repair(request, progress, steps)
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
@@ -100,35 +100,22 @@ J = TypeVar("J", bound=RepairJob[Any])
 R = TypeVar("R", bound=RepairReport)
 
 
-class RepairSteps(ABC, Generic[S, J, R]):
+@dataclass(frozen=True, kw_only=True)
+class RepairSteps(Generic[S, J, R]):
     """The steps in which repairs differ."""
 
-    @abstractmethod
-    def require(self, merged: OpenModel) -> None:
-        """Refuse a merged model that cannot be repaired."""
-
-    @abstractmethod
-    def rehearse(self, opened: OpenedRepair[S]) -> None:
-        """Compute something small with the kernels of the repair, so that they are compiled."""
-
-    @abstractmethod
-    def prepare(self, opened: OpenedRepair[S]) -> J:
-        """Read the text, and refuse everything else that can be refused."""
-
-    @abstractmethod
-    def compute(self, job: J, run: RepairRun) -> R:
-        """Do the work: add finished entries to `run.output`, and return the report."""
-
-    def check(self, opened: OpenedRepair[S]) -> None:
-        """Refuse what the headers and settings show, before OUT is opened."""
-
-    def stored_as(self, settings: S) -> Quantised:
-        """Return how changed tensors of a quantised model are stored."""
-        return "keep"
-
-    def with_rounding(self, report: R, errors: Mapping[str, Any]) -> R:
-        """Return the report with the errors of quantising the output, by format."""
-        return report
+    # Refuse a merged model that cannot be repaired.
+    require: Callable[[OpenModel], None]
+    # Refuse what the headers and settings show, before OUT is opened.
+    check: Callable[[OpenedRepair[S]], None] = lambda opened: None
+    # Compute something small with the kernels of the repair, so that they are compiled.
+    rehearse: Callable[[OpenedRepair[S]], None] = lambda opened: None
+    # Read the text, and refuse everything else that can be refused.
+    prepare: Callable[[OpenedRepair[S]], J]
+    # Do the work: add finished entries to the output, and return the report.
+    compute: Callable[[J, RepairRun], R]
+    # Return how changed tensors of a quantised model are stored.
+    stored_as: Callable[[S], Quantised] = lambda settings: "keep"
 
 
 def run_repair(request: RepairRequest[S], progress: Progress, steps: RepairSteps[S, J, R]) -> R:
@@ -163,7 +150,7 @@ def run_repair(request: RepairRequest[S], progress: Progress, steps: RepairSteps
                 disk = ranks.disk_bytes_since(read_before)
                 report = replace(report, bytes_read={"files": files, "disk": disk})
             ranks.barrier()  # other ranks may still read the journal
-            report = steps.with_rounding(report, ranks.broadcast_object(output.write()))
+            report = report.with_rounding(ranks.broadcast_object(output.write()))
             output.finish(output_files(job.request, merged, report))
     timings = report.timings.written(time.perf_counter() - computed, output.copied)
     return replace(report, timings=timings, seconds=time.perf_counter() - start)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from moemerge.config.repairs import Repair
+from moemerge.features.settings import StreamSettings
 from moemerge.lockstep.experts import EXPERTS, ExpertMaps, maps_json
 from moemerge.lockstep.inputs import settings_data, source_weights
 from moemerge.lockstep.request import RepairRequest
-from moemerge.runtime.timing import Timings
+from moemerge.runtime.dtypes import dtype_name
+from moemerge.runtime.timing import Stopwatch, Timings, peak_memory
 from moemerge.text.rows import source_names
 
 
@@ -45,8 +47,10 @@ class RepairReport(ABC):
     bytes_read: Mapping[str, int | None] | None = None
 
     @staticmethod
-    def request_fields(request: RepairRequest[Any]) -> dict[str, Any]:
-        """Return the fields that repeat the request."""
+    def run_fields(
+        request: RepairRequest[Any], stream: StreamSettings, stopwatch: Stopwatch, seconds: float
+    ) -> dict[str, Any]:
+        """Return the fields that repeat the request, and those of the device and of time."""
         return {
             "merged": "this run's merge" if request.temporary else str(request.merged),
             "output": str(request.out),
@@ -55,7 +59,15 @@ class RepairReport(ABC):
             "data": {name: source_names(request.data[name]) for name in request.sources},
             "check": {name: source_names(text) for name, text in request.check.items()},
             "settings": settings_data(request.settings),
+            "device": str(stream.device),
+            "dtype": dtype_name(stream.dtype),
+            "seconds": seconds,
+            "timings": Timings.of(stopwatch, seconds, peak_memory(stream.device)),
         }
+
+    def with_rounding(self, errors: Mapping[str, Any]) -> Self:
+        """Return the report with the errors of quantising the output, by format."""
+        return self
 
     @property
     def not_held_out(self) -> tuple[str, ...]:

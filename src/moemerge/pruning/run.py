@@ -33,11 +33,9 @@ from moemerge.pruning.slicing import (
 )
 from moemerge.report.files import REPORT_NAME, in_code
 from moemerge.runtime.devices import resolve_device
-from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import alone, own_device
-from moemerge.runtime.timing import Timings, peak_memory
 from moemerge.text.batches import make_batches
 from moemerge.text.domains import Domain
 from moemerge.text.rows import check_files
@@ -120,16 +118,12 @@ def run_prune(request: PruneRequest, progress: Progress) -> PruneReport:
         progress.note(notice)
     seconds = time.perf_counter() - start
     report = PruneReport(
-        **RepairReport.request_fields(request),
-        device=str(job.stream.device),
-        dtype=dtype_name(job.stream.dtype),
+        **RepairReport.run_fields(request, job.stream, scored.stopwatch, seconds),
         offload=scored.offload,
         memory=scored.memory,
         resumed=0,
         layers=(),
         notices=tuple(notices),
-        seconds=seconds,
-        timings=Timings.of(scored.stopwatch, seconds, peak_memory(job.stream.device)),
         tokens={domain.name: domain.tokens for domain in job.domains},
         experts_before=job.routers[0].rows,
         experts_after=job.count,

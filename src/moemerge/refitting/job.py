@@ -13,13 +13,7 @@ from moemerge.architectures.opened import OpenModel
 from moemerge.errors import UsageError
 from moemerge.features.settings import stored_dtype
 from moemerge.lockstep.experts import ExpertMaps, maps_json
-from moemerge.lockstep.inputs import (
-    JobText,
-    base_notices,
-    check_same_tokens,
-    read_text,
-    require_streamable,
-)
+from moemerge.lockstep.inputs import base_notices, check_source_text, read_text
 from moemerge.lockstep.job import OpenedRepair, RepairJob
 from moemerge.lockstep.models import PairedRouter, gate_notices, pair_routers
 from moemerge.lockstep.request import RepairRequest, request_key
@@ -87,8 +81,6 @@ def check(opened: OpenedRepair[RefitSettings]) -> None:
             hint='leave it out, or use `solver="closed-form"`',
         )
     _require_wide_enough(merged, opened.stream.dtype)
-    for source in opened.sources.values():
-        require_streamable(merged, source, what=f"source {source.name!r}", hint=SAME)
     settings.layers.resolve(merged.architecture.num_layers)
 
 
@@ -108,7 +100,7 @@ def prepare(opened: OpenedRepair[RefitSettings]) -> RefitJob:
     if routers:
         notices += gate_notices(merged, list(sources.values()), next(iter(routers.values())))
     text = request.text or read_text(merged, sources, request.data, settings)
-    notices += [*text.notices, *_check_text(text, sources)]
+    notices += [*text.notices, *check_source_text(merged, sources, text, SAME)]
     return RefitJob(
         request=request,
         merged=merged,
@@ -149,12 +141,3 @@ def _routers(
         return {}
     pairs = pair_routers(merged, list(sources.values()), layers, experts)
     return {pair.info.weight: pair for pair in pairs}
-
-
-def _check_text(text: JobText, sources: Mapping[str, OpenModel]) -> list[str]:
-    """Check that every source tokenizes its text as the merged model does."""
-    notices: list[str] = []
-    for domain in text.domains:
-        source, what = sources[domain.name], f"source {domain.name!r}"
-        notices += check_same_tokens([domain], text.tokenizer, source, what=what, hint=SAME)
-    return notices

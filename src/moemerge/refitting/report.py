@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from moemerge.checkpoint.quantised.tensor import Rounding
 from moemerge.linalg.cg import Status
@@ -346,6 +346,9 @@ class RefitReport(RepairReport):
     @property
     def not_held_out(self) -> tuple[str, ...]:
         return tuple(name for name, tokens in self.held_out_tokens.items() if not tokens)
+
+    def with_rounding(self, errors: Mapping[str, Any]) -> Self:
+        return replace(self, requantised=with_fits(errors, self.layers))
 
     def own_json(self) -> dict[str, Any]:
         return {

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint.patch import Quantised
 from moemerge.checkpoint.reader import OverlaidCheckpoint
 from moemerge.features.input_hooks import ExpertsHook, UnitMap
-from moemerge.features.settings import StreamSettings
 from moemerge.lockstep.job import OpenedRepair, RepairRun, RepairSteps, run_repair
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.streams import Need, open_streams, process_bytes, start_note
@@ -28,71 +26,63 @@ from moemerge.refitting.least_squares import Factor, FitSums, fit_map
 from moemerge.refitting.linear import BLOCK_VALUES, GROUP
 from moemerge.refitting.loop import RefitLoop
 from moemerge.refitting.plan import RefitPlan, make_plan, planned_names
-from moemerge.refitting.report import RefitReport, few_tokens, with_fits
+from moemerge.refitting.report import RefitReport, few_tokens
 from moemerge.refitting.routers import RouterProblem, fit_router
 from moemerge.refitting.settings import RefitSettings
 from moemerge.refitting.streams import RefitStreams, build_streams, require_same_shapes
 from moemerge.routing.products import logits_of, working_dtype
-from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
-from moemerge.runtime.timing import Timings, peak_memory
 
 REHEARSAL_RIDGE = 0.1
 
 
 def run_refit(request: RefitRequest, progress: Progress) -> RefitReport:
     """Refit into `request.out`. The journal has an entry for every layer."""
-    return run_repair(request, progress, Refit())
+    steps = RepairSteps(
+        require=_require,
+        check=check,
+        rehearse=fit_once,
+        prepare=prepare,
+        compute=_compute,
+        stored_as=_stored_as,
+    )
+    return run_repair(request, progress, steps)
 
 
-class Refit(RepairSteps[RefitSettings, RefitJob, RefitReport]):
-    """The steps of a refit."""
+def _require(merged: OpenModel) -> None:
+    merged.require_readable("dequantise it to bfloat16 first and refit that")
 
-    def require(self, merged: OpenModel) -> None:
-        merged.require_readable("dequantise it to bfloat16 first and refit that")
 
-    def check(self, opened: OpenedRepair[RefitSettings]) -> None:
-        check(opened)
+def _stored_as(settings: RefitSettings) -> Quantised:
+    return "same" if settings.requantize == "same" else "floats"
 
-    def stored_as(self, settings: RefitSettings) -> Quantised:
-        return "same" if settings.requantize == "same" else "floats"
 
-    def rehearse(self, opened: OpenedRepair[RefitSettings]) -> None:
-        exact = opened.request.settings.router == "exact"
-        fit_once(opened.merged, opened.stream, exact=exact)
-
-    def prepare(self, opened: OpenedRepair[RefitSettings]) -> RefitJob:
-        return prepare(opened)
-
-    def compute(self, job: RefitJob, run: RepairRun) -> RefitReport:
-        overlay: dict[str, Callable[[], Tensor]] = {}
-        checkpoint = OverlaidCheckpoint(job.merged.checkpoint, overlay)
-        opened = open_streams(
-            lambda settings: build_streams(job, checkpoint, settings, run.progress),
-            partial(memory_need, job),
-            replace(job.stream, gather=False, readers=job.ranks),
-            run.warm_up.wait,
-        )
-        with closing(opened) as streams:
-            require_same_shapes(streams, job.sources, job.experts)
-            models = [runner.stream for runner in streams.runners]
-            run.progress.note(start_note(models, memory_need(job, streams)))
-            plan, units = _plan(job, streams)
-            for notice in plan.notices:
-                run.progress.note(notice)
-            names = planned_names(plan, units)
-            run.output.begin(job.key, names, replace=job.request.replaces_unfinished)
-            loop = RefitLoop(job, run, streams, plan, units)
-            overlay.update(loop.resume())
-            loop.run()
-            run.output.check()
-            report = _report(job, run, streams, plan)
-        for notice in few_tokens(report.layers):
+def _compute(job: RefitJob, run: RepairRun) -> RefitReport:
+    overlay: dict[str, Callable[[], Tensor]] = {}
+    checkpoint = OverlaidCheckpoint(job.merged.checkpoint, overlay)
+    opened = open_streams(
+        lambda settings: build_streams(job, checkpoint, settings, run.progress),
+        partial(memory_need, job),
+        replace(job.stream, gather=False, readers=job.ranks),
+        run.warm_up.wait,
+    )
+    with closing(opened) as streams:
+        require_same_shapes(streams, job.sources, job.experts)
+        models = [runner.stream for runner in streams.runners]
+        run.progress.note(start_note(models, memory_need(job, streams)))
+        plan, units = _plan(job, streams)
+        for notice in plan.notices:
             run.progress.note(notice)
-        return report
-
-    def with_rounding(self, report: RefitReport, errors: Mapping[str, Any]) -> RefitReport:
-        return replace(report, requantised=with_fits(errors, report.layers))
+        names = planned_names(plan, units)
+        run.output.begin(job.key, names, replace=job.request.replaces_unfinished)
+        loop = RefitLoop(job, run, streams, plan, units)
+        overlay.update(loop.resume())
+        loop.run()
+        run.output.check()
+        report = _report(job, run, streams, plan)
+    for notice in few_tokens(report.layers):
+        run.progress.note(notice)
+    return report
 
 
 def _plan(job: RefitJob, streams: RefitStreams) -> tuple[RefitPlan, UnitMap]:
@@ -112,13 +102,11 @@ def _plan(job: RefitJob, streams: RefitStreams) -> tuple[RefitPlan, UnitMap]:
 
 
 def _report(job: RefitJob, run: RepairRun, streams: RefitStreams, plan: RefitPlan) -> RefitReport:
-    fitted = time.perf_counter() - run.start
+    fitted, stopwatch = time.perf_counter() - run.start, streams.merged.stream.stopwatch
     layers = tuple(entry.row for entry in run.output.entries)
     return RefitReport(
-        **RepairReport.request_fields(job.request),
+        **RepairReport.run_fields(job.request, job.stream, stopwatch, fitted),
         experts=job.experts,
-        device=str(job.stream.device),
-        dtype=dtype_name(job.stream.dtype),
         offload=streams.offload,
         memory=process_bytes(streams.memory, memory_need(job, streams).extra),
         resumed=run.output.resumed,
@@ -131,8 +119,6 @@ def _report(job: RefitJob, run: RepairRun, streams: RefitStreams, plan: RefitPla
             *(notice for layer in layers for notice in layer["notices"]),
             *few_tokens(layers),
         ),
-        seconds=fitted,
-        timings=Timings.of(streams.merged.stream.stopwatch, fitted, peak_memory(job.stream.device)),
     )
 
 
@@ -233,9 +219,10 @@ def training_bytes(job: RefitJob, streams: RefitStreams) -> int:
 # --- rehearsal ----------------------------------------------------------------------------------
 
 
-def fit_once(model: OpenModel, stream: StreamSettings, *, exact: bool) -> None:
+def fit_once(opened: OpenedRepair[RefitSettings]) -> None:
     """Fit a random router of the model's shape, and a map with the same inputs."""
-    router = router_like(model, stream.device, stream.dtype)
+    stream, exact = opened.stream, opened.request.settings.router == "exact"
+    router = router_like(opened.merged, stream.device, stream.dtype)
     if router is not None:
         fit_router_of(router, stream.dtype, exact=exact)
         fit_map_of(router, stream.dtype)

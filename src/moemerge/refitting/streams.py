@@ -121,7 +121,7 @@ class Runner:
         """Keep the inputs of the head."""
         if self.head is None:
             return
-        x = head_input(self.model, self.stream.anatomy.owner, self.head, hidden)
+        x = head_input(self.stream.model, self.stream.anatomy.owner, self.head, hidden)
         rows = batch.mask.reshape(-1).nonzero().squeeze(1).to(hidden.device)
         tokens = real_tokens(x, batch, rows)
         assert tokens is not None
