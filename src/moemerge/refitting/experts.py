@@ -247,7 +247,7 @@ class ProjectionFit:
         for routing in routings:
             for rows in problem(routing, expert):
                 first = routing.batches[0]
-                scale = rows.root * self.job.scales(first)
+                scale = rows.root * self.job.scale(first)
                 sums[first.holdout].add(rows.x, rows.missing, scale, factor=rows.factor)
         for one in sums:
             one.add_up(self.ranks, self._owner(expert))

@@ -71,7 +71,7 @@ class Training:
                 )
             return (found.float() - wanted.float()).square().sum()
 
-        return self._descend(trained, squares, batches, f"layer {number}")
+        return Descent(self, trained, squares, batches, f"layer {number}").run()
 
     def head(
         self,
@@ -95,19 +95,8 @@ class Training:
                 total = total + kl_div(found, wanted, reduction="sum", log_target=True)
             return total
 
-        fit, rate = self._descend({trained: stored}, divergence, batches, "the head")
+        fit, rate = Descent(self, {trained: stored}, divergence, batches, "the head").run()
         return trained.detach(), fit, rate
-
-    def _descend(
-        self,
-        trained: Mapping[nn.Parameter, torch.dtype],
-        loss: Callable[[Batch], Tensor],
-        batches: Sequence[Batch],
-        where: str,
-    ) -> tuple[Fit, float]:
-        descent = Descent(self, trained, loss, batches, where)
-        with deterministic(next(iter(trained)).device):
-            return descent.run()
 
 
 @dataclass
@@ -127,6 +116,11 @@ class Descent:
     _best: tuple[float, list[Tensor]] = (math.inf, [])  # the lowest error, and its weights
 
     def run(self) -> tuple[Fit, float]:
+        """Train the weights, and return their errors and the rate."""
+        with deterministic(self._device):
+            return self._run()
+
+    def _run(self) -> tuple[Fit, float]:
         self._tokens = self._count()
         start = self._weights()
         before = self._error(held=False), self._error(held=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,9 +20,9 @@ from moemerge.lockstep.job import OpenedRepair, RepairJob
 from moemerge.lockstep.models import PairedRouter, gate_notices, pair_routers
 from moemerge.lockstep.request import RepairRequest, request_key
 from moemerge.refitting.gradient import BATCH_TOKENS
-from moemerge.refitting.least_squares import DomainScales
 from moemerge.refitting.settings import RefitSettings
 from moemerge.runtime.dtypes import dtype_name
+from moemerge.text.batches import Batch
 
 SAME = "a source is a model that was merged: same layers, same experts, same width"
 
@@ -35,9 +37,15 @@ class RefitJob(RepairJob[RefitSettings]):
     routers: Mapping[str, PairedRouter]  # by the merged router's weight on disk
 
     @cached_property
-    def scales(self) -> DomainScales:
-        """The scale of every domain, over the batches of all ranks."""
-        return DomainScales.of(self.all_batches, self.weights)
+    def _scales(self) -> dict[tuple[str, bool], float]:
+        tokens: Counter[tuple[str, bool]] = Counter()
+        for batch in self.all_batches:
+            tokens[batch.domain, batch.holdout] += batch.tokens
+        return {key: math.sqrt(self.weights[key[0]] / count) for key, count in tokens.items()}
+
+    def scale(self, batch: Batch) -> float:
+        """Return √(ω_i / N_i) of the batch's domain, of its calibration or its held-out rows."""
+        return self._scales[batch.domain, batch.holdout]
 
     @property
     def batch_tokens(self) -> int:

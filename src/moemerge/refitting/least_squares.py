@@ -8,7 +8,7 @@ As λ → ∞ the map keeps its merged weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,6 @@ from moemerge.errors import NumericalError
 from moemerge.kernels import long_sums
 from moemerge.linalg.search import lowest
 from moemerge.runtime.ranks import Ranks
-from moemerge.text.batches import Batch
 
 HALF = (torch.bfloat16, torch.float16)
 # Tokens that are converted to float64 at a time. Products are float64 whatever the inputs are:
@@ -145,24 +144,6 @@ def _chunks(tokens: int, device: torch.device) -> list[slice]:
 
 
 # --- domains and maps ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DomainScales:
-    """√(ω_i / N_i) of every domain, for its calibration rows and for its held-out rows."""
-
-    scales: Mapping[tuple[str, bool], float]
-
-    @classmethod
-    def of(cls, batches: Sequence[Batch], weights: Mapping[str, float]) -> DomainScales:
-        tokens: dict[tuple[str, bool], int] = {}
-        for batch in batches:
-            key = (batch.domain, batch.holdout)
-            tokens[key] = tokens.get(key, 0) + batch.tokens
-        return cls({key: math.sqrt(weights[key[0]] / count) for key, count in tokens.items()})
-
-    def __call__(self, batch: Batch) -> float:
-        return self.scales[batch.domain, batch.holdout]
 
 
 def concatenated(parts: Sequence[Tensor]) -> Tensor:

@@ -58,7 +58,7 @@ def sum_up(
     for batch, x in zip(inputs.batches, inputs.values, strict=True):
         for rows in blocks(x.shape[0], max(outputs, inputs.width), x.device):
             part = x[rows]
-            scale = torch.full((1,), job.scales(batch), dtype=torch.float64, device=x.device)
+            scale = torch.full((1,), job.scale(batch), dtype=torch.float64, device=x.device)
             residual, factor = missing(batch, rows, part)
             sums[batch.holdout].add(part, residual, scale, factor=factor, gram=fresh)
     for one in sums:

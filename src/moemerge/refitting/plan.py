@@ -105,12 +105,11 @@ def make_plan(
         _require_experts(units, hooks)
     notices: list[str] = []
     planned = tuple(
-        _layer(anatomy, number, hooks.layers[number], units, routers, notices)
+        _layer(anatomy, number, hooks.layers[number], units, routers, parts, notices)
         if number in layers
         else LayerPlan(number, anatomy.layers[number])
         for number in range(len(anatomy.layers))
     )
-    planned = tuple(replace(layer, **_of_parts(layer, units, parts)) for layer in planned)
     head = hooks.head if "head" in parts and len(layers) == len(anatomy.layers) else None
     if "head" in parts and hooks.head is None:
         notices.append(
@@ -139,10 +138,12 @@ def _layer(
     hooks: Sequence[InputHook],
     units: UnitMap,
     routers: Mapping[str, PairedRouter],
+    parts: Collection[Part],
     notices: list[str],
 ) -> LayerPlan:
-    """Return the plan of a layer with everything that can be refitted."""
+    """Return the plan of a layer: the maps of the requested parts that can be refitted."""
     linear: dict[str, LinearHook] = {}
+    writers: list[str] = []
     gates: list[str] = []
     stops = {}
     for router in anatomy.routers:
@@ -155,24 +156,24 @@ def _layer(
         if hook.shape[0] == GATE_OUTPUTS:
             gates.append(hook.path)
             continue
-        linear[hook.path] = hook
-        if not units.linear(hook):
+        writers.append(hook.path)
+        placed = units.linear(hook)
+        part = PART_OF_ROLE.get(placed[0].unit.role) if placed else None
+        if part in parts and part != "router":
+            linear[hook.path] = hook
+        if not placed:
             kind = _NUMBER.sub(".N.", hook.weight)
             notices.append(f"{kind} is stored in parts: it keeps its merged weights")
     experts = {hook.path: hook for hook in hooks if isinstance(hook, ExpertsHook)}
-    writers = (*linear, *experts)
-    return LayerPlan(number, anatomy.layers[number], linear, experts, stops, tuple(gates), writers)
-
-
-def _of_parts(layer: LayerPlan, units: UnitMap, parts: Collection[Part]) -> dict[str, Any]:
-    """Return the maps of a layer that belong to the requested parts."""
-    linear = {}
-    for path, hook in layer.linear.items():
-        placed = units.linear(hook)
-        part = PART_OF_ROLE.get(placed[0].unit.role) if placed else None
-        if part is not None and part in parts and part != "router":
-            linear[path] = hook
-    return {"linear": linear, "experts": layer.experts if "experts" in parts else {}}
+    return LayerPlan(
+        number,
+        anatomy.layers[number],
+        linear,
+        experts if "experts" in parts else {},
+        stops,
+        tuple(gates),
+        (*writers, *experts),
+    )
 
 
 def planned_names(plan: RefitPlan, units: UnitMap) -> set[str]:

@@ -18,7 +18,7 @@ from moemerge.features.input_hooks import ExpertsHook, UnitMap
 from moemerge.lockstep.job import OpenedRepair, RepairRun, RepairSteps, run_repair
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.streams import Need, open_streams, process_bytes, start_note
-from moemerge.lockstep.warm_up import RandomRouter, router_like
+from moemerge.lockstep.warm_up import router_like
 from moemerge.refitting.experts import sample_size
 from moemerge.refitting.gradient import HEAD_VALUES
 from moemerge.refitting.job import RefitJob, RefitRequest, check, prepare
@@ -223,13 +223,8 @@ def fit_once(opened: OpenedRepair[RefitSettings]) -> None:
     """Fit a random router of the model's shape, and a map with the same inputs."""
     stream, exact = opened.stream, opened.request.settings.router == "exact"
     router = router_like(opened.merged, stream.device, stream.dtype)
-    if router is not None:
-        fit_router_of(router, stream.dtype, exact=exact)
-        fit_map_of(router, stream.dtype)
-
-
-def fit_router_of(router: RandomRouter, dtype: torch.dtype, *, exact: bool) -> None:
-    """Fit a random router."""
+    if router is None:
+        return
     domains = router.domains
     if exact:
         domains = [
@@ -237,15 +232,11 @@ def fit_router_of(router: RandomRouter, dtype: torch.dtype, *, exact: bool) -> N
             for d in domains
         ]
     problem = RouterProblem(router.gate, router.merged, domains, [])
-    fit_router(problem, (dtype, dtype if router.has_bias else None), exact=exact)
-
-
-def fit_map_of(router: RandomRouter, dtype: torch.dtype) -> None:
-    """Fit a linear map to the features of a random router."""
-    (x,) = router.domains[0].features
+    fit_router(problem, (stream.dtype, stream.dtype if router.has_bias else None), exact=exact)
+    (x,) = domains[0].features
     width, wide = x.shape[1], x.to(working_dtype(x))
     sums, held = (FitSums.empty(width, width, x.device) for _ in range(2))
     for one in (sums, held):
         one.add(x, wide, torch.full_like(wide[:, :1], 0.5))
-    merged = x.new_zeros(width, width)
-    fit_map(merged, sums, held, Factor(sums.gram, REHEARSAL_RIDGE), dtype)
+    factor = Factor(sums.gram, REHEARSAL_RIDGE)
+    fit_map(x.new_zeros(width, width), sums, held, factor, stream.dtype)
