@@ -78,12 +78,10 @@ def _notices(layer: int, router: str, result: LayerResult) -> list[str]:
 
 
 def _agreement(agreement: Agreement) -> dict[str, dict[str, float | None]]:
-    before, after = agreement.before, agreement.after
     return {
-        "kl_before": {name: _number(m.kl) for name, m in before.items()},
-        "kl_after": {name: _number(m.kl) for name, m in after.items()},
-        "mismatch_before": {name: _number(m.mismatch) for name, m in before.items()},
-        "mismatch_after": {name: _number(m.mismatch) for name, m in after.items()},
+        f"{figure}_{end}": {name: _number(getattr(m, figure)) for name, m in side.items()}
+        for figure in ("kl", "mismatch")
+        for end, side in (("before", agreement.before), ("after", agreement.after))
     }
 
 
@@ -183,10 +181,9 @@ def _agreement_table(total: Mapping[str, Any], mismatch: str) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for name, tokens in total["tokens"].items():
-        numbers = (
-            f"{total['kl_before'].get(name, 0):.4g} | {total['kl_after'].get(name, 0):.4g} | "
-            f"{total['mismatch_before'].get(name, 0):.1%} | "
-            f"{total['mismatch_after'].get(name, 0):.1%}"
+        kl_before, kl_after, before, after = (total[key].get(name, 0) for key in PER_DOMAIN)
+        lines.append(
+            f"| {in_markdown(name)} | {tokens} | {kl_before:.4g} | {kl_after:.4g} | {before:.1%} | "
+            f"{after:.1%} |"
         )
-        lines.append(f"| {in_markdown(name)} | {tokens} | {numbers} |")
     return lines

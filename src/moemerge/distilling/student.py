@@ -115,8 +115,8 @@ class Student:
                 value.grad = torch.zeros_like(value)
         return [value.grad for value in self.trained.values() if value.grad is not None]
 
-    def update(self, optimiser: torch.optim.Optimizer, clip: float) -> float:
-        """Take one optimiser step; return the norm of the gradient before it was clipped."""
+    def update(self, optimiser: torch.optim.Optimizer, clip: float) -> None:
+        """Take one optimiser step with clipped gradients."""
         for name, value in self.trained.items():
             master = self.masters[name]
             if master is not value:
@@ -135,7 +135,6 @@ class Student:
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         self._round_masters()
-        return norm
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Set what is optimised to `values`."""

@@ -23,6 +23,7 @@ from moemerge.lockstep.models import MERGED, require_same_family
 from moemerge.lockstep.output_files import output_files
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.request import RepairRequest
+from moemerge.lockstep.streams import process_bytes
 from moemerge.pruning.scores import LayerScores, score_experts
 from moemerge.pruning.settings import PRUNE, PruningSettings
 from moemerge.pruning.slicing import (
@@ -110,17 +111,16 @@ def run_prune(request: PruneRequest, progress: Progress) -> PruneReport:
     most = batch_tokens(job.model, job.stream.device)
     batches = make_batches(job.domains, batch_tokens=most)
     score = request.settings.score
-    scored = score_experts(job.model, batches, job.stream, job.routers, score, progress)
-    scores = scored.layers
+    scores, stream = score_experts(job.model, batches, job.stream, job.routers, score, progress)
     kept = {router.layer: kept_experts(job, router, scores[router.layer]) for router in job.routers}
     notices = [*job.text.notices, *_unreached(scores), *_dropped(job.model)]
     for notice in notices:
         progress.note(notice)
     seconds = time.perf_counter() - start
     report = PruneReport(
-        **RepairReport.run_fields(request, job.stream, scored.stopwatch, seconds),
-        offload=scored.offload,
-        memory=scored.memory,
+        **RepairReport.run_fields(request, job.stream, stream.stopwatch, seconds),
+        offload=stream.memory.offload,
+        memory=process_bytes([stream.memory], 0),
         resumed=0,
         layers=(),
         notices=tuple(notices),

@@ -14,13 +14,11 @@ from moemerge.architectures.opened import OpenModel
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.input_hooks import ExpertsHook, ExpertView
 from moemerge.features.settings import MemoryEstimate, StreamSettings
-from moemerge.features.spill import Offload
 from moemerge.features.stream import ModelStream
 from moemerge.features.tokens import sort_by_expert
-from moemerge.lockstep.streams import Need, open_streams, process_bytes
+from moemerge.lockstep.streams import Need, open_streams
 from moemerge.pruning.settings import ExpertScore
 from moemerge.runtime.progress import Progress
-from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch
 
 SAMPLED = 64  # tokens of each expert on which its output is compared with all others, roughly
@@ -142,16 +140,6 @@ class OneStream:
         self.stream.close()
 
 
-@dataclass(frozen=True)
-class ScoredExperts:
-    """The scores of every layer with a router, and what the run took."""
-
-    layers: dict[int, LayerScores]
-    offload: Offload
-    memory: int  # estimated bytes
-    stopwatch: Stopwatch
-
-
 def score_experts(
     model: OpenModel,
     batches: Sequence[Batch],
@@ -159,8 +147,8 @@ def score_experts(
     routers: Sequence[RouterInfo],
     score: ExpertScore,
     progress: Progress,
-) -> ScoredExperts:
-    """Score the experts of every layer with a router."""
+) -> tuple[dict[int, LayerScores], ModelStream]:
+    """Return the scores of every layer with a router, and the stream, which has ended."""
 
     def build(chosen: StreamSettings) -> OneStream:
         return OneStream(ModelStream(model.checkpoint, batches, chosen, progress=progress))
@@ -189,8 +177,7 @@ def score_experts(
                     f"layer {stop.layer}: the outputs of experts are infinite or NaN",
                     hint='try `dtype="float32"`; if that fails too, the model is damaged',
                 )
-        memory = process_bytes(opened.memory, need.extra)
-        return ScoredExperts(scores, stream.memory.offload, memory, stream.stopwatch)
+    return scores, stream
 
 
 def _experts_of(model: OpenModel, stream: ModelStream, router: RouterInfo) -> ExpertsHook:
