@@ -26,7 +26,7 @@ from moemerge.collecting.maths import (
     transposed_product,
 )
 from moemerge.errors import ArchitectureError, DataError, NumericalError, ResourceError
-from moemerge.features.gradients import ModuleCall, expert_deltas, experts_call, head_back, run_back
+from moemerge.features.gradients import ModuleCall, expert_deltas, head_back, run_back
 from moemerge.features.input_hooks import (
     ExpertsHook,
     ExpertView,
@@ -35,7 +35,7 @@ from moemerge.features.input_hooks import (
     linear_weights,
     projections,
 )
-from moemerge.features.tokens import as_sequences, real_tokens
+from moemerge.features.tokens import as_sequences, real_tokens, routing_of
 from moemerge.features.weights import Weights
 from moemerge.runtime.devices import attention_without_plans, deterministic, is_out_of_memory
 from moemerge.runtime.process import give_back_freed_memory
@@ -289,7 +289,7 @@ class _Backward:
         if heard.delta is None:
             raise ArchitectureError(f"no gradient came back to {heard.hook.path}")
         rows = batch.mask.reshape(-1).nonzero().squeeze(1).to(self._device)
-        x, chosen, weights = experts_call(heard)
+        x, chosen, weights = routing_of(heard.hook.path, heard.args)
         tokens = [real_tokens(value, batch, rows) for value in (x, chosen, weights, heard.delta)]
         if any(value is None for value in tokens):
             raise ArchitectureError(f"{heard.hook.path} is not given all tokens of a batch")

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from moemerge.errors import ArchitectureError
-from moemerge.features.input_hooks import ExpertsHook, InputHook, LinearHook, body_gives
+from moemerge.features.input_hooks import InputHook, LinearHook, body_gives
 from moemerge.text.batches import Batch
 
 
@@ -182,12 +182,3 @@ def expert_deltas(view: Any, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tenso
         out = view.finish(down)
     of_down, of_pre = torch.autograd.grad(out, (down, pre), gradient.to(out.dtype))
     return of_pre, mid.detach(), of_down
-
-
-def experts_call(call: ModuleCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the input (tokens, d), the chosen experts and the routing weights (tokens, k)."""
-    assert isinstance(call.hook, ExpertsHook)
-    x, chosen, weights = call.args[:3]
-    if chosen.is_floating_point():
-        chosen, weights = weights, chosen
-    return x, chosen, weights

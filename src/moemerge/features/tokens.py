@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moemerge.errors import DataError
+from moemerge.errors import ArchitectureError, DataError
 from moemerge.text.batches import Batch
 
 
@@ -77,6 +77,17 @@ def as_sequences(x: Tensor, batch: Batch) -> Tensor | None:
     width = x.shape[-1]
     grouped = x.shape[0] == count * length or (x.dim() > 2 and x.shape[0] == count)
     return x.reshape(count, -1, width) if grouped else None
+
+
+def routing_of(path: str, given: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arguments of a module with experts, in this order.
+
+    They are its input (tokens, d), the chosen experts and their routing weights (tokens, k).
+    """
+    if len(given) < 3:
+        raise ArchitectureError(f"{path} does not receive the routing of its tokens")
+    x, chosen, weights = given[:3]
+    return (x, weights, chosen) if chosen.is_floating_point() else (x, chosen, weights)
 
 
 def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, list[int]]:

@@ -15,7 +15,7 @@ from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.input_hooks import ExpertsHook, ExpertView
 from moemerge.features.settings import MemoryEstimate, StreamSettings
 from moemerge.features.stream import ModelStream
-from moemerge.features.tokens import sort_by_expert
+from moemerge.features.tokens import routing_of, sort_by_expert
 from moemerge.lockstep.streams import Need, open_streams
 from moemerge.pruning.settings import ExpertScore
 from moemerge.runtime.progress import Progress
@@ -82,8 +82,6 @@ class LayerSums:
 
     def add(self, module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
         """Add a batch: its tokens, and the experts and weights of each."""
-        if chosen.is_floating_point():
-            chosen, weights = weights, chosen
         experts = self.sums.shape[1]
         order, bounds = sort_by_expert(chosen, experts)
         flat, top_k = weights.reshape(-1), chosen.shape[1]
@@ -165,12 +163,8 @@ def score_experts(
             module = stream.model.get_submodule(hook.path)
             sums = LayerSums.empty(hook.count, stream.device, len(batches), score)
             for arrival in stop.arrivals:
-                if len(arrival.given) < 3:
-                    raise ArchitectureError(
-                        f"{hook.path} does not receive the routing of its tokens"
-                    )
                 with torch.no_grad():
-                    sums.add(module, *arrival.given[:3])
+                    sums.add(module, *routing_of(hook.path, arrival.given))
             scores[stop.layer] = sums.scores()
             if not bool(scores[stop.layer].of(score).isfinite().all()):
                 raise NumericalError(

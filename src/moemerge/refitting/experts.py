@@ -57,13 +57,6 @@ class RoutedBatch:
         wide = self.weights if self.weights.dtype == torch.float64 else self.weights.float()
         return wide.sum(dim=1, keepdim=True).clamp_min(SMALLEST_TOTAL)
 
-    @classmethod
-    def of(cls, batch: Batch, given: Sequence[Tensor]) -> RoutedBatch:
-        x, chosen, weights = given[:3]
-        if chosen.is_floating_point():
-            chosen, weights = weights, chosen
-        return cls(batch, x, chosen, weights)
-
 
 @dataclass(frozen=True)
 class RoutedDomain:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moemerge.errors import ArchitectureError
 from moemerge.features.input_hooks import ExpertsHook, LinearHook
 from moemerge.features.stops import Stop
+from moemerge.features.tokens import routing_of
 from moemerge.refitting.experts import (
     DomainKey,
     ExpertStack,
@@ -175,9 +175,7 @@ class LayerFitter:
             for name, view in self.sources.items()
         }
 
-        if any(len(arrival.given) < 3 for arrival in stop.arrivals):
-            raise ArchitectureError(f"{hook.path} does not receive the routing of its tokens")
-        batches = [RoutedBatch.of(a.batch, a.given) for a in stop.arrivals]
+        batches = [RoutedBatch(a.batch, *routing_of(hook.path, a.given)) for a in stop.arrivals]
         routings = by_domain(batches, hook.count)
         states = {
             r.key: concatenated(
