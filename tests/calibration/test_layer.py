@@ -7,11 +7,11 @@ import torch
 
 from calibration import dense
 from moemerge.architectures.rules import Gate, Score
-from moemerge.calibration.layer import LayerProblem, calibrate_layer
+from moemerge.calibration.layer import calibrate_layer
 from moemerge.calibration.report import layer_row, totals
 from moemerge.errors import NumericalError
 from moemerge.linalg.cg import Status
-from moemerge.routing import Curvature, DomainFeatures, Preconditioner, SolveSettings
+from moemerge.routing import Curvature, DomainFeatures, Preconditioner, RouterProblem, SolveSettings
 
 EXPERTS, WIDTH, TOKENS = 6, 5, 80
 GATE = Gate(Score.SOFTMAX, top_k=2)
@@ -28,14 +28,12 @@ def problem(dtype=torch.float32, *, bias=False, scale=1.0, **more):
         for name, x, w in zip(("a", "b"), features, routers, strict=True)
     ]
     merged = torch.stack(routers).mean(0).double()
-    found = LayerProblem(
+    found = RouterProblem(
         gate=GATE,
         merged=merged,
         domains=domains,
         holdout=[],
         dtypes=(dtype, dtype if bias else None),
-        selection_bias=None,
-        source_biases={"a": None, "b": None},
         **more,
     )
     return found, features

@@ -8,7 +8,7 @@ import torch
 from moemerge.architectures.opened import open_model
 from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.calibration.layer import calibrate_layer
-from moemerge.calibration.run import problem_of, solve_once
+from moemerge.calibration.run import solve_once
 from moemerge.calibration.settings import CalibrationSettings
 from moemerge.errors import DataError
 from moemerge.features.settings import StreamSettings
@@ -41,9 +41,8 @@ def _as_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_random_problem_is_solved(bias, gate):
-    router = random_router(gate, (6, 16), bias=bias, dtype=torch.float32, device=CPU)
-    assert [domain.tokens for domain in router.domains] == [256, 256]
-    problem = problem_of(router, torch.float32)
+    problem = random_router(gate, (6, 16), bias=bias, dtype=torch.float32, device=CPU)
+    assert [domain.tokens for domain in problem.domains] == [256, 256]
     result = calibrate_layer(problem, SolveSettings(), start=problem.merged)
     assert result.status is Status.CONVERGED
     assert (result.bias is not None) == bias

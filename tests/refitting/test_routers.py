@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from moemerge.architectures.rules import Gate, Score
-from moemerge.refitting.routers import LEAST_SHARE, RouterProblem, fit_router
-from moemerge.routing import DomainFeatures
+from moemerge.refitting.routers import LEAST_SHARE, fit_router
+from moemerge.routing import DomainFeatures, RouterProblem
 
 EXPERTS, WIDTH = 8, 24
 GATE = Gate(Score.SOFTMAX, top_k=2)
@@ -33,7 +33,7 @@ def source(merged):
 
 
 def fit(merged, own, held):
-    return fit_router(RouterProblem(GATE, merged, own, held), STORED, exact=True)
+    return fit_router(RouterProblem(GATE, merged, own, held, STORED), exact=True)
 
 
 def test_much_text_is_followed_all_the_way(merged, source):
@@ -52,9 +52,9 @@ def test_little_text_is_followed_as_far_as_held_out_tokens_gain(merged, source):
     torch.testing.assert_close(
         found.weight, merged + found.share * (whole.weight - merged), rtol=1e-12, atol=1e-12
     )
-    problem = RouterProblem(GATE, merged, own, held)
+    problem = RouterProblem(GATE, merged, own, held, STORED)
     errors = {
-        share: problem.divergences(torch.lerp(merged, whole.weight, share))[1]["math"]
+        share: problem.divergences(held, torch.lerp(merged, whole.weight, share))["math"]
         for share in (0.0, found.share / 2, found.share, found.share * 2, 1.0)
     }
     assert min(errors, key=errors.__getitem__) == found.share
@@ -97,8 +97,8 @@ def test_held_out_tokens_never_lose(gate, kind, seed):
         return [DomainFeatures("math", [x], source, [targets])]
 
     own = unkind(1 if kind == "one token" else 100, seed + 20)
-    problem = RouterProblem(GATES[gate], merged, own, unkind(30, seed + 40))
-    found = fit_router(problem, STORED, exact=True)
+    problem = RouterProblem(GATES[gate], merged, own, unkind(30, seed + 40), STORED)
+    found = fit_router(problem, exact=True)
     assert found.weight.isfinite().all()
     assert found.kept == (found.share == 0.0)
     if found.kept:

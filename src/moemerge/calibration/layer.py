@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moemerge.architectures.rules import Gate
 from moemerge.errors import NumericalError
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import with_bias_column
@@ -18,6 +17,7 @@ from moemerge.routing import (
     ExactResult,
     ExactSettings,
     Measured,
+    RouterProblem,
     RouterSolution,
     SolveSettings,
     measure_routers,
@@ -26,19 +26,6 @@ from moemerge.routing import (
 from moemerge.routing.solve import build_operator, solve_system
 from moemerge.runtime.progress import counted
 from moemerge.runtime.timing import Stopwatch
-
-
-@dataclass(frozen=True)
-class LayerProblem:
-    """A merged router on the tokens of every domain, and the sources' routing to match."""
-
-    gate: Gate
-    merged: Tensor  # (K, d), or (K, d + 1) with the bias as last column
-    domains: Sequence[DomainFeatures]
-    holdout: Sequence[DomainFeatures]  # measured, never solved on
-    dtypes: tuple[torch.dtype, torch.dtype | None]  # of the stored weight and bias
-    selection_bias: Tensor | None
-    source_biases: Mapping[str, Tensor | None]  # selection biases by domain
 
 
 @dataclass(frozen=True)
@@ -104,7 +91,7 @@ class LayerResult:
 
 
 def calibrate_layer(
-    problem: LayerProblem,
+    problem: RouterProblem,
     settings: SolveSettings,
     *,
     start: Tensor,
@@ -146,7 +133,7 @@ def calibrate_layer(
         )
 
 
-def _rounded(solved: Tensor, problem: LayerProblem) -> tuple[Tensor, Tensor | None]:
+def _rounded(solved: Tensor, problem: RouterProblem) -> tuple[Tensor, Tensor | None]:
     weight_dtype, bias_dtype = problem.dtypes
     solved = solved.cpu()
     width = problem.domains[0].features[0].shape[1]
@@ -161,14 +148,14 @@ def _rounded(solved: Tensor, problem: LayerProblem) -> tuple[Tensor, Tensor | No
     return weight, bias
 
 
-def _agreement(problem: LayerProblem, domains: Sequence[DomainFeatures], new: Tensor) -> Agreement:
+def _agreement(problem: RouterProblem, domains: Sequence[DomainFeatures], new: Tensor) -> Agreement:
     pairs = {
         domain.name: measure_routers(
             problem.gate,
             domain,
             [problem.merged, new],
             bias=problem.selection_bias,
-            target_bias=problem.source_biases[domain.name],
+            target_bias=problem.source_biases.get(domain.name),
         )
         for domain in domains
     }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moemerge.calibration.job import CalibrationJob
-from moemerge.calibration.layer import LayerProblem, calibrate_layer
+from moemerge.calibration.layer import calibrate_layer
 from moemerge.calibration.report import layer_row
 from moemerge.calibration.settings import CalibrationSettings
 from moemerge.errors import ArchitectureError, NumericalError
@@ -23,7 +23,7 @@ from moemerge.lockstep.models import MERGED, PairedRouter, RouterWeights
 from moemerge.lockstep.output import RefusedResultError
 from moemerge.lockstep.request import LAYERS_KEPT, errors_of
 from moemerge.lockstep.streams import Stops, Visitor
-from moemerge.routing import Curvature, DomainFeatures, Preconditioner, SolveSettings
+from moemerge.routing import Curvature, DomainFeatures, Preconditioner, RouterProblem, SolveSettings
 from moemerge.runtime.progress import counted
 from moemerge.runtime.ranks import Ranks
 from moemerge.runtime.timing import Stopwatch
@@ -154,7 +154,7 @@ def layer_problem(
     sources: Mapping[str, RouterWeights],
     weights: Mapping[str, float],
     ranks: Ranks,
-) -> LayerProblem:
+) -> RouterProblem:
     """Pair the merged model's features with each source's router, or with its own routing."""
     gate, stop = pair.info.gate, stops.lead
     if gate is None:
@@ -174,7 +174,7 @@ def layer_problem(
             elif not source.is_linear:
                 targets = [logits(x) for x in features]
             domains.append(DomainFeatures(name, features, router, targets, weights[name], ranks))
-    return LayerProblem(
+    return RouterProblem(
         gate=gate,
         merged=merged.matrix.to(device),
         domains=kept[False],

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import torch
-
 from moemerge.calibration.job import CalibrationJob, CalibrationRequest, memory_need, prepare
-from moemerge.calibration.layer import LayerProblem, calibrate_layer
+from moemerge.calibration.layer import calibrate_layer
 from moemerge.calibration.report import CalibrationReport, holdout_notices, totals
 from moemerge.calibration.routers import RouterCalibrator, solve_settings
 from moemerge.calibration.settings import CalibrationSettings
@@ -17,7 +15,7 @@ from moemerge.lockstep.models import require_calibratable
 from moemerge.lockstep.output import Output
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.streams import Lockstep, open_lockstep, process_bytes, start_note, walk
-from moemerge.lockstep.warm_up import RandomRouter, router_like
+from moemerge.lockstep.warm_up import router_like
 from moemerge.runtime.progress import Progress
 
 
@@ -81,22 +79,6 @@ def _report(
 def solve_once(opened: OpenedRepair[CalibrationSettings]) -> None:
     """Solve for a random router of the model's shape."""
     stream, settings = opened.stream, solve_settings(opened.request.settings)
-    router = router_like(opened.merged, stream.device, stream.dtype)
-    if router is not None:
-        problem = problem_of(router, stream.dtype)
+    problem = router_like(opened.merged, stream.device, stream.dtype)
+    if problem is not None:
         calibrate_layer(problem, settings, start=problem.merged)
-
-
-def problem_of(router: RandomRouter, dtype: torch.dtype) -> LayerProblem:
-    selection = None
-    if router.gate.selection_bias is not None:
-        selection = router.merged.new_zeros(router.merged.shape[0])
-    return LayerProblem(
-        gate=router.gate,
-        merged=router.merged,
-        domains=router.domains,
-        holdout=[],
-        dtypes=(dtype, dtype if router.has_bias else None),
-        selection_bias=selection,
-        source_biases={domain.name: selection for domain in router.domains},
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.rules import Gate
-from moemerge.routing import DomainFeatures
+from moemerge.routing import DomainFeatures, RouterProblem
 from moemerge.runtime.devices import gpu_memory, is_out_of_memory, prepare_for_threads
 from moemerge.runtime.process import start_thread
 
@@ -66,18 +65,8 @@ class WarmUp:
             self._error = None if is_out_of_memory(error) else error
 
 
-@dataclass(frozen=True)
-class RandomRouter:
-    """A router of a model's shape, and two domains of random features with source routers."""
-
-    gate: Gate
-    merged: Tensor  # (K, d [+ 1]) float64
-    domains: list[DomainFeatures]
-    has_bias: bool
-
-
-def router_like(model: OpenModel, device: torch.device, dtype: torch.dtype) -> RandomRouter | None:
-    """Return a random router that needs the same kernels as the model's, or None without a gate."""
+def router_like(model: OpenModel, device: torch.device, dtype: torch.dtype) -> RouterProblem | None:
+    """Return a random problem with the kernels of the model's routers, or None without a gate."""
     place = next((p for p in model.architecture.routers() if p.gate is not None), None)
     if place is None or place.gate is None:
         return None  # refused later, with a reason
@@ -92,7 +81,8 @@ def random_router(
     bias: bool,
     dtype: torch.dtype,
     device: torch.device,
-) -> RandomRouter:
+) -> RouterProblem:
+    """Return a router of this shape, and two domains of random features with source routers."""
     experts, width = shape
     generator = torch.Generator(device).manual_seed(0)
     values = VALUES
@@ -112,4 +102,13 @@ def random_router(
         )
         for name in DOMAINS
     ]
-    return RandomRouter(gate, merged, domains, bias)
+    selection = None if gate.selection_bias is None else merged.new_zeros(experts)
+    return RouterProblem(
+        gate=gate,
+        merged=merged,
+        domains=domains,
+        holdout=[],
+        dtypes=(dtype, dtype if bias else None),
+        selection_bias=selection,
+        source_biases=dict.fromkeys(DOMAINS, selection),
+    )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moemerge.architectures.architecture import RouterInfo
-from moemerge.architectures.rules import Gate
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.stops import Stop
 from moemerge.linalg.cg import Status
@@ -17,29 +16,10 @@ from moemerge.lockstep.models import StoredRouters
 from moemerge.refitting.job import RefitJob
 from moemerge.refitting.least_squares import concatenated
 from moemerge.refitting.targets import LayerView
-from moemerge.routing import DomainFeatures, SolveSettings, minimise_divergence
-from moemerge.routing.gates import divergence
-from moemerge.routing.products import features_of
+from moemerge.routing import DomainFeatures, RouterProblem, SolveSettings, minimise_divergence
 from moemerge.routing.solve import build_operator, solve_system
 
 LEAST_SHARE = 1 / 16  # smallest share of the way to a solution that is tried
-
-
-@dataclass(frozen=True)
-class RouterProblem:
-    """A merged router on the tokens of every domain, and the sources' routing to match."""
-
-    gate: Gate
-    merged: Tensor  # (K, d), or (K, d + 1) with the bias as last column; float64
-    domains: Sequence[DomainFeatures]
-    holdout: Sequence[DomainFeatures]
-
-    def divergences(self, weight: Tensor) -> tuple[dict[str, float], dict[str, float]]:
-        """Return a router's divergence from each source: on calibration and on held-out tokens."""
-        return (
-            _divergences(self.gate, self.domains, weight),
-            _divergences(self.gate, self.holdout, weight),
-        )
 
 
 @dataclass(frozen=True)
@@ -58,9 +38,7 @@ class RouterFit:
     share: float  # of the way to the solution; 0: the merged router is kept
 
 
-def fit_router(
-    problem: RouterProblem, dtypes: tuple[torch.dtype, torch.dtype | None], *, exact: bool
-) -> RouterFit:
+def fit_router(problem: RouterProblem, *, exact: bool) -> RouterFit:
     """Solve, then move towards the solution as far as held-out tokens gain; round as stored."""
     settings = SolveSettings()
     merged, ranks = problem.merged, problem.domains[0].ranks
@@ -71,9 +49,12 @@ def fit_router(
     if exact:
         newton = minimise_divergence(problem.gate, problem.domains, weight, fallback=merged)
         status, steps, weight = newton.status, newton.steps, newton.weight
-    before, held_before = problem.divergences(merged)
-    weight, share = _as_far_as_it_helps(problem, weight, dtypes, held_before or before)
-    after, held_after = problem.divergences(weight) if share else (before, held_before)
+    sides = problem.domains, problem.holdout
+    before, held_before = (problem.divergences(side, merged) for side in sides)
+    weight, share = _as_far_as_it_helps(problem, weight, held_before or before)
+    after, held_after = before, held_before
+    if share:
+        after, held_after = (problem.divergences(side, weight) for side in sides)
     tokens = {d.name: ranks.total(d.tokens, merged.device) for d in problem.domains}
     fit = RouterFit(
         weight=weight,
@@ -93,7 +74,6 @@ def fit_router(
 def _as_far_as_it_helps(
     problem: RouterProblem,
     solution: Tensor,
-    dtypes: tuple[torch.dtype, torch.dtype | None],
     before: Mapping[str, float],
 ) -> tuple[Tensor, float]:
     """Return the best point on the way to the solution for held-out tokens, and its share.
@@ -106,22 +86,23 @@ def _as_far_as_it_helps(
     weights = {domain.name: domain.weight for domain in problem.domains}
 
     def error(weight: Tensor) -> float:
-        return _total(_divergences(problem.gate, judges, weight), weights)
+        return _total(problem.divergences(judges, weight), weights)
 
-    merged, width = problem.merged, problem.domains[0].features[0].shape[1]
-    best, share = _rounded(solution, dtypes, width), 1.0
+    merged = problem.merged
+    best, share = _rounded(solution, problem), 1.0
     least = error(best)
     if not least < _total(before, weights):
         return merged, 0.0
     while problem.holdout and share > LEAST_SHARE:
-        nearer = _rounded(torch.lerp(merged, solution, share / 2), dtypes, width)
+        nearer = _rounded(torch.lerp(merged, solution, share / 2), problem)
         if not (found := error(nearer)) < least:
             break
         best, share, least = nearer, share / 2, found
     return best, share
 
 
-def _rounded(weight: Tensor, dtypes: tuple[torch.dtype, torch.dtype | None], width: int) -> Tensor:
+def _rounded(weight: Tensor, problem: RouterProblem) -> Tensor:
+    width, dtypes = problem.domains[0].features[0].shape[1], problem.dtypes
     parts = [weight[:, :width].to(dtypes[0]).double()]
     if dtypes[1] is not None:
         parts.append(weight[:, width:].to(dtypes[1]).double())
@@ -136,26 +117,6 @@ def _rounded(weight: Tensor, dtypes: tuple[torch.dtype, torch.dtype | None], wid
 
 def _total(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
     return sum(weights[name] * value for name, value in values.items())
-
-
-def _divergences(gate: Gate, domains: Sequence[DomainFeatures], weight: Tensor) -> dict[str, float]:
-    """Return the mean KL(source ‖ router) of each domain."""
-    divergences = {}
-    for domain in domains:
-        total = torch.zeros((), dtype=torch.float64, device=weight.device)
-        for at, x in enumerate(domain.features):
-            features = features_of(x, weight.shape[1])
-            target = (
-                features.working_logits(domain.router.to(x.device))
-                if domain.targets is None
-                else domain.targets[at]
-            )
-            mine = features.working_logits(weight.to(x.device))
-            total += divergence(gate, target.double(), mine.double()).sum()
-        tokens = domain.ranks.total(domain.tokens, weight.device)
-        summed = domain.ranks.sum_of(float(total), weight.device)
-        divergences[domain.name] = summed / max(1, tokens)
-    return divergences
 
 
 def refit_router(
@@ -195,8 +156,9 @@ def refit_router(
             weight = job.weights[name]
             domains.append(DomainFeatures(name, features, matrix, targets, weight, job.ranks))
     bias_dtype = None if merged.bias is None else merged.bias.dtype
-    problem = RouterProblem(gate, merged.matrix.to(device), kept[False], kept[True])
-    fit = fit_router(problem, (merged.weight.dtype, bias_dtype), exact=exact)
+    dtypes = merged.weight.dtype, bias_dtype
+    problem = RouterProblem(gate, merged.matrix.to(device), kept[False], kept[True], dtypes)
+    fit = fit_router(problem, exact=exact)
     width, matrix = merged.weight.shape[1], fit.weight.cpu()
     bias = None if merged.bias is None else matrix[:, width]
     return fit, merged.updated(job.merged, place, matrix[:, :width], bias)

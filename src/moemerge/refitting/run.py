@@ -27,7 +27,7 @@ from moemerge.refitting.linear import BLOCK_VALUES, GROUP
 from moemerge.refitting.loop import RefitLoop
 from moemerge.refitting.plan import RefitPlan, make_plan, planned_names
 from moemerge.refitting.report import RefitReport, few_tokens
-from moemerge.refitting.routers import RouterProblem, fit_router
+from moemerge.refitting.routers import fit_router
 from moemerge.refitting.settings import RefitSettings
 from moemerge.refitting.streams import RefitStreams, build_streams, require_same_shapes
 from moemerge.routing.products import logits_of, working_dtype
@@ -222,18 +222,17 @@ def training_bytes(job: RefitJob, streams: RefitStreams) -> int:
 def fit_once(opened: OpenedRepair[RefitSettings]) -> None:
     """Fit a random router of the model's shape, and a map with the same inputs."""
     stream, exact = opened.stream, opened.request.settings.router == "exact"
-    router = router_like(opened.merged, stream.device, stream.dtype)
-    if router is None:
+    problem = router_like(opened.merged, stream.device, stream.dtype)
+    if problem is None:
         return
-    domains = router.domains
     if exact:
         domains = [
             replace(d, targets=[logits_of(x.to(working_dtype(x)), d.router) for x in d.features])
-            for d in domains
+            for d in problem.domains
         ]
-    problem = RouterProblem(router.gate, router.merged, domains, [])
-    fit_router(problem, (stream.dtype, stream.dtype if router.has_bias else None), exact=exact)
-    (x,) = domains[0].features
+        problem = replace(problem, domains=domains)
+    fit_router(problem, exact=exact)
+    (x,) = problem.domains[0].features
     width, wide = x.shape[1], x.to(working_dtype(x))
     sums, held = (FitSums.empty(width, width, x.device) for _ in range(2))
     for one in (sums, held):

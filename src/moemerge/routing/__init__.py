@@ -6,6 +6,7 @@ from moemerge.routing.figures import Measured
 from moemerge.routing.gates import Curvature
 from moemerge.routing.measure import measure_routers
 from moemerge.routing.preconditioners import Preconditioner
+from moemerge.routing.problem import RouterProblem
 from moemerge.routing.products import DomainFeatures
 from moemerge.routing.solve import RouterSolution, SolveSettings, solve_router
 
@@ -18,6 +19,7 @@ __all__ = [
     "Measured",
     "Preconditioner",
     "RouterCurvature",
+    "RouterProblem",
     "RouterSolution",
     "SolveSettings",
     "measure_routers",
