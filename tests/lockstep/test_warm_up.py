@@ -1,6 +1,6 @@
 """A warm-up runs beside, tells its errors to who waits, and takes part in no sum of all ranks."""
 
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +14,6 @@ from moemerge.errors import DataError
 from moemerge.features.settings import StreamSettings
 from moemerge.linalg.cg import Status
 from moemerge.lockstep import warm_up
-from moemerge.lockstep.job import OpenedRepair
-from moemerge.lockstep.request import RepairRequest
 from moemerge.lockstep.warm_up import WarmUp, random_router, router_like
 from moemerge.refitting.run import fit_once
 from moemerge.refitting.settings import RefitSettings
@@ -48,21 +46,15 @@ def test_the_random_problem_is_solved(bias, gate):
     assert (result.bias is not None) == bias
 
 
-def opened(model, settings):
-    request = RepairRequest("", Path(), {}, {}, settings)
-    return OpenedRepair(
-        request=request, merged=model, sources={}, stream=StreamSettings(), ranks=SINGLE
-    )
-
-
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "olmoe"])
 def test_it_runs_beside_and_tells_its_errors(family, zoo_folder, monkeypatch):
     model = open_model("merged", str(zoo_folder(family)))
 
     def work():
-        solve_once(opened(model, CalibrationSettings()))
-        for router in ("exact", "harc"):
-            fit_once(opened(model, RefitSettings(router=router)))
+        fits = [(fit_once, RefitSettings(router=router)) for router in ("exact", "harc")]
+        for run, settings in [(solve_once, CalibrationSettings()), *fits]:
+            request = SimpleNamespace(settings=settings)
+            run(SimpleNamespace(request=request, merged=model, stream=StreamSettings()))
 
     with WarmUp() as warm:
         warm.begin(CPU, work)

@@ -179,8 +179,7 @@ def test_a_search_begins_where_the_last_one_of_its_kind_ended():
     rule.choose("k", other)
     assert rule.last == {"q": choose_ridge(one), "k": choose_ridge(other)}
     tried = []
-    again = rule.choose("q", one, lambda error: tried.append(error) or error)
-    assert again == choose_ridge(one)
+    assert rule.choose("q", one, lambda e: tried.append(e) or e) == choose_ridge(one)
     assert len(tried) <= 3  # there and on both sides
     assert RidgeRule(0.25).choose("q", []) == 0.25
 

@@ -83,13 +83,7 @@ def prepare(opened: OpenedRepair[CalibrationSettings]) -> CalibrationJob:
         merged, list(sources.values()), settings.layers, experts=opened.experts
     )
     text = request.text or read_text(merged, sources, request.data, settings)
-    notices = base_notices(
-        merged,
-        sources,
-        request.sources,
-        in_config=request.temporary,
-        pruned=bool(opened.experts),
-    )
+    notices = base_notices(request, merged, sources, pruned=bool(opened.experts))
     notices += [*gate_notices(merged, list(sources.values()), routers.pairs[0]), *text.notices]
     width = merged.checkpoint.tensors[routers.pairs[0].info.weight].shape[1]
     least = FEW_TOKENS[settings.objective] * width

@@ -59,7 +59,7 @@ def _prepare(opened: OpenedRepair[DistillSettings]) -> DistillJob:
     request, merged, sources = opened.request, opened.merged, opened.sources
     settings = request.settings
     text = request.text or read_text(merged, sources, request.data, settings)
-    notices = base_notices(merged, sources, request.sources, in_config=request.temporary)
+    notices = base_notices(request, merged, sources)
     notices += text.notices
     size = vocabulary_size(merged)
     hint = "a source is a model that was merged"

@@ -7,13 +7,12 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.config.fields import LayerSelection
-from moemerge.config.models import ModelRef
 from moemerge.config.requests import BASE
 from moemerge.config.settings import ForwardSettings
 from moemerge.config.yaml_lines import read_yaml
@@ -24,6 +23,9 @@ from moemerge.runtime.files import read_utf8
 from moemerge.text.domains import Domain, TextSettings, load_domain, load_domains
 from moemerge.text.rows import TextSource
 from moemerge.text.tokens import load_tokenizer
+
+if TYPE_CHECKING:
+    from moemerge.lockstep.request import RepairRequest
 
 
 def settings_data(settings: Any) -> dict[str, Any]:
@@ -170,24 +172,21 @@ def check_source_text(
 
 
 def base_notices(
+    request: RepairRequest[Any],
     merged: OpenModel,
     sources: Mapping[str, OpenModel],
-    given: Mapping[str, str | Path | ModelRef],
     *,
-    in_config: bool,
     pruned: bool = False,
 ) -> list[str]:
     """Return how the models are read, and a warning if no source is the base.
 
     `pruned` is whether a source has more experts than the model, so that it is the original.
-    `in_config` is whether a config with a merge and a repair is run, so that the remedy is a line
-    of it.
     """
     read = [n for model in (merged, *sources.values()) for n in model.checkpoint.notices]
     base = _base_of(merged.checkpoint.path)
-    if pruned or BASE in sources or (base is not None and _is_among(base, sources, given)):
+    if pruned or BASE in sources or (base is not None and _is_among(base, sources, request)):
         return read
-    if in_config:
+    if request.temporary:  # a config with a merge and a repair is run
         remedy = "add `base: general.jsonl` under `data:`"
         if base is None:
             remedy += ", and `sources: {base: BASE}` to the block of the repair"
@@ -202,12 +201,10 @@ def base_notices(
     ]
 
 
-def _is_among(
-    base: str, sources: Mapping[str, OpenModel], given: Mapping[str, str | Path | ModelRef]
-) -> bool:
+def _is_among(base: str, sources: Mapping[str, OpenModel], request: RepairRequest[Any]) -> bool:
     """Return whether the base is one of the sources: the same hub id, or the same folder."""
     folders = {source.checkpoint.path.resolve() for source in sources.values()}
-    return base in map(str, given.values()) or Path(base).resolve() in folders
+    return base in map(str, request.sources.values()) or Path(base).resolve() in folders
 
 
 def _base_of(folder: Path) -> str | None:

@@ -97,13 +97,7 @@ def prepare(opened: OpenedRepair[RefitSettings]) -> RefitJob:
     request, merged, sources = opened.request, opened.merged, opened.sources
     settings = request.settings
     layers = tuple(settings.layers.resolve(merged.architecture.num_layers))
-    notices = base_notices(
-        merged,
-        sources,
-        request.sources,
-        in_config=request.temporary,
-        pruned=bool(opened.experts),
-    )
+    notices = base_notices(request, merged, sources, pruned=bool(opened.experts))
     routers = _routers(settings, merged, sources, layers, opened.experts)
     if routers:
         notices += gate_notices(merged, list(sources.values()), next(iter(routers.values())))

@@ -32,8 +32,7 @@ class Inputs:
 
     batches: Sequence[Batch]
     values: Sequence[Tensor]  # (tokens, in) by batch
-    calibration: FitSums | None = None
-    held: FitSums | None = None
+    sums: tuple[FitSums, FitSums] | None = None  # of the first map, for all to share their Gram
 
     @property
     def width(self) -> int:
@@ -48,13 +47,13 @@ def sum_up(
     job: RefitJob, inputs: Inputs, outputs: int, missing: Missing
 ) -> tuple[FitSums, FitSums]:
     """Return sums over calibration rows and over held-out rows; rank 0 gets those of all ranks."""
-    fresh = inputs.calibration is None
-    if inputs.calibration is None or inputs.held is None:
-        made = [FitSums.empty(outputs, inputs.width, inputs.device) for _ in range(2)]
-        inputs.calibration, inputs.held = made
-        sums = (made[0], made[1])
+    fresh = inputs.sums is None
+    if inputs.sums is None:
+        shape = outputs, inputs.width, inputs.device
+        sums = inputs.sums = FitSums.empty(*shape), FitSums.empty(*shape)
     else:
-        sums = inputs.calibration.sharing_gram(outputs), inputs.held.sharing_gram(outputs)
+        calibration, held = inputs.sums
+        sums = calibration.sharing_gram(outputs), held.sharing_gram(outputs)
     for batch, x in zip(inputs.batches, inputs.values, strict=True):
         for rows in blocks(x.shape[0], max(outputs, inputs.width), x.device):
             part = x[rows]

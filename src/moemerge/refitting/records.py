@@ -134,7 +134,7 @@ class AsMerged:
     batches: Collection[BatchId]  # those that are followed
     copies: bool  # activations of a waiting batch may be offloaded
     working: bool = True  # until a layer cannot be called again
-    _calls: dict[BatchId, tuple[Rerun, Tensor | None]] = field(default_factory=dict)
+    _calls: dict[BatchId, Rerun] = field(default_factory=dict)
     _hidden: dict[BatchId, Tensor] = field(default_factory=dict)
 
     def on_calls(self, batch: Batch, rows: Tensor | None, calls: list[Call]) -> None:
@@ -149,13 +149,13 @@ class AsMerged:
                 self.working = False
                 return
             hidden, again = rerun
-            self._calls[id(batch)] = (again, rows)
+            self._calls[id(batch)] = again
             self._hidden.setdefault(id(batch), hidden.detach())
 
     def run(self, layer: nn.Module) -> None:
         """Call the layer in memory, with merged weights, on every followed batch."""
         calls, self._calls = self._calls, {}
-        for key, (again, _) in calls.items():
+        for key, again in calls.items():
             try:
                 with torch.no_grad():
                     out = again(layer, self._hidden[key])

@@ -34,8 +34,11 @@ class RouterFit:
     after: Mapping[str, float]
     held_before: Mapping[str, float]
     held_after: Mapping[str, float]
-    kept: bool
     share: float  # of the way to the solution; 0: the merged router is kept
+
+    @property
+    def kept(self) -> bool:
+        return self.share == 0.0
 
 
 def fit_router(problem: RouterProblem, *, exact: bool) -> RouterFit:
@@ -65,7 +68,6 @@ def fit_router(problem: RouterProblem, *, exact: bool) -> RouterFit:
         after=after,
         held_before=held_before,
         held_after=held_after,
-        kept=share == 0.0,
         share=share,
     )
     return fit if ranks.count == 1 else ranks.broadcast_object(replace(fit, weight=weight.cpu()))
