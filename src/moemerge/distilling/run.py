@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -96,19 +95,12 @@ def _compute(job: DistillJob, run: RepairRun) -> DistillReport:
     run.progress.note(_estimate(job))
     states = TrainingStates(job, output)
     row, student = _distil(job, states, stopwatch, run.progress)
-    output.hold(Entry(STUDENT, {}, row), _trained(job, student.state_dict()))
+    state = student.state_dict()  # every rank takes part, and rank 0 gets it
+    output.hold(Entry(STUDENT, {}, row), job.layout.written(state) if job.ranks.leads else ())
     report = _report(job, output, stopwatch, time.perf_counter() - run.start)
     if settings.strict and report.kept_step == 0:
         raise RefusedResultError(report.notices[-1], hint="give more text, or leave `strict` out")
     return report
-
-
-def _trained(
-    job: DistillJob, state: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the stored tensors with the trained values; on rank 0 alone."""
-    if job.ranks.leads:
-        yield from job.layout.written(state)
 
 
 def _distil(
