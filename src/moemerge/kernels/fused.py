@@ -199,7 +199,6 @@ def weigh(
         BJ=_padded(max(directions, 1)),
         TERMS=terms,
         WEIGHTS=_kind(diagonal, rank_one),
-        HAS_BIAS=True,
         WIDE=like.dtype != torch.bfloat16,
     )
     return u, sums

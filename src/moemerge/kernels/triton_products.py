@@ -223,7 +223,6 @@ def weigh_kernel(
     BJ: tl.constexpr,
     TERMS: tl.constexpr,
     WEIGHTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Split H z into terms, from z in memory.
@@ -246,8 +245,7 @@ def weigh_kernel(
         z = _add_dot(projected, shift, z, 3, WIDE)
     diagonal, rank_one = _token_weights(diagonal_ptr, rank_one_ptr, rows, experts, n, K, WEIGHTS)
     u = _weighted(z, diagonal, rank_one, WEIGHTS)
-    if HAS_BIAS:
-        tl.store(sums_ptr + tile * BK + experts, tl.sum(u, axis=0))
+    tl.store(sums_ptr + tile * BK + experts, tl.sum(u, axis=0))
     _store_terms(u, u_ptr, rows, experts, n, BK, BM, TERMS)
 
 
