@@ -50,7 +50,7 @@ def test_written_and_read_again_is_the_same(load, text):
     assert again.config == first.config
     assert dump_config(again.config) == written
     assert again.merge.models == first.merge.models
-    assert again.repair == first.repair
+    assert again.repairs == first.repairs
 
 
 def test_settings_of_a_calibration_are_spelt_out_and_those_of_the_paper(load):

@@ -115,9 +115,8 @@ def test_calibration_data_at_the_top_serves_both(problems, load):
     (found,) = problems(HEAD + "calibration: {data: {math: m.jsonl, code: c.jsonl}}\n")
     assert "the data of `calibration` serves both when it is moved to the top" in found
     loaded = load(HEAD + "calibration: {}\ndata: {math: m.jsonl, code: c.jsonl}\n")
-    assert loaded.repair is not None
     assert loaded.statistics is not None
-    assert loaded.repair.data == loaded.statistics.data
+    assert loaded.repairs[-1].data == loaded.statistics.data
 
 
 def test_statistics_nobody_uses(problems, load):
@@ -139,7 +138,7 @@ models:
 
 def test_calibration_pairs_models_with_text(load):
     data = "data: {math: m.jsonl, code: [c.jsonl, d.jsonl]}"
-    run = load(MODELS + f"calibration: {{{data}, alpha: 0.9}}\n").repair
+    run = load(MODELS + f"calibration: {{{data}, alpha: 0.9}}\n").repairs[-1]
     assert dict(run.sources) == {"math": ModelRef("org/math", "v1"), "code": ModelRef("./code")}
     assert dict(run.data) == {"math": ("m.jsonl",), "code": ("c.jsonl", "d.jsonl")}
     assert isinstance(run.settings, CalibrationSettings)
@@ -150,7 +149,7 @@ def test_calibration_pairs_models_with_text(load):
 @pytest.mark.parametrize("block", ["calibration", "refit"])
 def test_the_base_may_be_a_source_when_it_has_text(load, block):
     loaded = load(MODELS + f"{block}: {{data: {{math: m, code: c, base: b}}}}\n")
-    run = loaded.repair
+    run = loaded.repairs[-1]
     assert run.repair.key == block
     assert run.sources["base"] == ModelRef("org/base")
 
@@ -164,13 +163,13 @@ def test_the_base_may_be_a_source_when_it_has_text(load, block):
 )
 def test_a_list_of_sources_replaces_the_merged_models(load, sources, expected):
     text = MODELS + f"calibration: {{data: {{math: m}}, sources: {sources}}}\n"
-    run = load(text).repair
+    run = load(text).repairs[-1]
     assert dict(run.sources) == expected
 
 
 def test_a_mapping_of_sources_adds_to_the_merged_models(load):
     text = "data: {math: m, code: c, other: o}\ncalibration: {sources: {other: org/other}}\n"
-    run = load(MODELS + text).repair
+    run = load(MODELS + text).repairs[-1]
     assert list(run.sources) == ["math", "code", "other"]
     assert run.sources["other"] == ModelRef("org/other")
     # The sources of the notice, next to text of the base alone, no longer replace the others.
@@ -184,9 +183,9 @@ NAMED = MODELS.replace("org/base", "./olmo-7b")
 
 @pytest.mark.parametrize("place", ["calibration: {{data: {}}}\n", "data: {}\ncalibration: {{}}\n"])
 def test_base_is_the_base_model_whatever_its_folder_is_called(load, place):
-    run = load(NAMED + place.format("{math: m, code: c, base: b}")).repair
+    run = load(NAMED + place.format("{math: m, code: c, base: b}")).repairs[-1]
     assert run.sources["base"] == ModelRef("./olmo-7b")
-    run = load(NAMED + place.format("{math: m, code: c, olmo-7b: b}")).repair
+    run = load(NAMED + place.format("{math: m, code: c, olmo-7b: b}")).repairs[-1]
     assert run.sources["olmo-7b"] == ModelRef("./olmo-7b")
     with pytest.raises(ConfigError, match="no model is called 'chat'; known: math, code, olmo-7b"):
         load(NAMED + place.format("{math: m, code: c, chat: b}"))
