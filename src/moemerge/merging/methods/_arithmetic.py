@@ -10,7 +10,7 @@ computes the Gram matrix; the rest is arithmetic on n numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,17 @@ def bits(values: Tensor) -> Tensor:
 def sign_bit(dtype: torch.dtype) -> int:
     """Return the integer with only the sign bit of `dtype` set."""
     return -(1 << (8 * dtype.itemsize - 1))
+
+
+def by_chunks(
+    base: Tensor, tensors: Sequence[Tensor], merge: Callable[[Tensor, list[Tensor]], Tensor]
+) -> Tensor:
+    """Return `merge` of the base's and the tensors' elements, chunk by chunk, in `base`'s shape."""
+    origin, flats = flat(base), [flat(t) for t in tensors]
+    out = torch.empty_like(origin)
+    for at in chunks(origin):
+        out[at] = merge(origin[at], [x[at] for x in flats])
+    return out.view(base.shape)
 
 
 def magnitude(chunk: Tensor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +31,13 @@ def kept_count(density: float, n: int) -> int:
 
 @dataclass(frozen=True)
 class Cut:
-    """The k-th largest magnitude, and how many elements of that size are kept or dropped.
+    """The k-th largest magnitude, and how many elements of that size are kept.
 
     Among equal magnitudes, lower indices are kept first.
     """
 
     magnitude: float
     kept: int
-    excess: int
 
 
 def keep_largest_(values: Tensor, k: int) -> None:
@@ -55,19 +54,16 @@ def keep_cut_(values: Tensor, cut: Cut) -> None:
     """Zero what is below the cut, and the ties that are not kept."""
     if cut.magnitude == 0:  # fewer elements than are kept are nonzero
         return
-    if cut.kept <= cut.excess:  # few ties are kept: drop all, then restore them
-        ties = _first_ties(values, cut.magnitude, cut.kept)
-        saved = values[ties]
-        _shrink_(values, cut.magnitude)
-        values[ties] = saved
-    else:
-        values[_last_ties(values, cut.magnitude, cut.excess)] = 0.0
-        _shrink_(values, _next_below(cut.magnitude, values.dtype))
+    ties = _kept_ties(values, cut)
+    saved = values[ties]
+    for at in chunks(values):
+        torch.hardshrink(values[at], cut.magnitude, out=values[at])
+    values[ties] = saved
 
 
 def drop_cut_(values: Tensor, cut: Cut) -> None:
     """Zero what is above the cut, and the ties that belong to it."""
-    values[_first_ties(values, cut.magnitude, cut.kept)] = 0.0
+    values[_kept_ties(values, cut)] = 0.0
     for at in chunks(values):
         chunk = values[at]
         chunk.masked_fill_(chunk.abs() > cut.magnitude, 0.0)
@@ -79,9 +75,7 @@ def magnitude_cut(values: Tensor, k: int) -> Cut:
         return _cut(np.abs(values.numpy()), k)
     magnitudes = values.abs()
     cut = magnitudes.sort().values[values.numel() - k]
-    above = int((magnitudes > cut).sum())
-    ties = int((magnitudes == cut).sum())
-    return Cut(cut.item(), k - above, ties - (k - above))
+    return Cut(cut.item(), k - int((magnitudes > cut).sum()))
 
 
 def ordered_at(values: Tensor, places: Sequence[int]) -> list[float]:
@@ -106,7 +100,7 @@ def _cut(magnitudes: Floats, k: int) -> Cut:
         above = n - int(np.count_nonzero(magnitudes <= guess))
         ties = n - int(np.count_nonzero(magnitudes < guess)) - above
         if above < k <= above + ties:
-            return Cut(float(guess), k - above, above + ties - k)
+            return Cut(float(guess), k - above)
     spread = 2 * math.isqrt(sample.size)  # four standard deviations or more
     low, high = sample[max(place - spread, 0)], sample[min(place + spread, last)]
     low = low if place > spread else 0.0
@@ -127,48 +121,22 @@ def _partition_cut(magnitudes: Floats, k: int) -> Cut:
     rest = magnitudes.size - k
     magnitudes.partition(rest)
     cut = magnitudes[rest]
-    kept = int(np.count_nonzero(magnitudes[rest:] == cut))
-    return Cut(float(cut), kept, int(np.count_nonzero(magnitudes[:rest] == cut)))
+    return Cut(float(cut), int(np.count_nonzero(magnitudes[rest:] == cut)))
 
 
-def _shrink_(values: Tensor, threshold: float) -> None:
-    """Zero magnitudes up to a threshold."""
+def _kept_ties(values: Tensor, cut: Cut) -> Tensor:
+    """Return the indices of the elements of the cut's magnitude that are kept."""
+    found, missing = [], cut.kept
     for at in chunks(values):
-        torch.hardshrink(values[at], threshold, out=values[at])
-
-
-def _next_below(magnitude: float, dtype: torch.dtype) -> float:
-    if dtype == torch.float32:
-        return float(np.nextafter(np.float32(magnitude), np.float32(0)))
-    return math.nextafter(magnitude, 0.0)
-
-
-def _first_ties(values: Tensor, magnitude: float, count: int) -> Tensor:
-    """Return the `count` lowest indices of elements of one magnitude."""
-    return _ties(values, chunks(values), magnitude, count)[:count]
-
-
-def _last_ties(values: Tensor, magnitude: float, count: int) -> Tensor:
-    """Return the `count` highest indices of elements of one magnitude."""
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64, device=values.device)
-    ties = _ties(values, reversed(list(chunks(values))), magnitude, count)
-    return ties.sort().values[-count:]
-
-
-def _ties(values: Tensor, walk: Iterable[slice], magnitude: float, count: int) -> Tensor:
-    """Return indices of elements of one magnitude, chunk by chunk until there are enough."""
-    indices, missing = [torch.empty(0, dtype=torch.int64, device=values.device)], count
-    for at in walk:
+        if values.device.type == "cpu":
+            here = torch.from_numpy(np.flatnonzero(np.abs(values[at].numpy()) == cut.magnitude))
+        else:
+            here = (values[at].abs() == cut.magnitude).nonzero().flatten()
+        found.append(here + at.start)
+        missing -= here.numel()
         if missing <= 0:
             break
-        if values.device.type == "cpu":
-            here = torch.from_numpy(np.flatnonzero(np.abs(values[at].numpy()) == magnitude))
-        else:
-            here = (values[at].abs() == magnitude).nonzero().flatten()
-        indices.append(here + at.start)
-        missing -= here.numel()
-    return torch.cat(indices)
+    return torch.cat(found)[: cut.kept]
 
 
 def ascending_order(rows: Tensor) -> Tensor:

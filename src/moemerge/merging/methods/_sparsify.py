@@ -193,10 +193,22 @@ def ranked_dropping(
     if density >= 1 or deltas.numel == 0:
         return Thinning(lambda run: None)
     columns = deltas.numel // (deltas.shape[0] if len(deltas.shape) > 1 else 1)
-    mask = RankedMask(columns, density, epsilon, seed, inverse=rescale == "probability")
+    ramp = _keep_probabilities(columns, density, epsilon)  # by ascending magnitude
+    thresholds = torch.tensor([keep_threshold(p) for p in ramp], dtype=torch.int16)
+    inverse = rescale == "probability"
+    gains = [1 / p if p > 0 else 0.0 for p in ramp] if inverse else [1.0] * columns
 
     def change_(run: Run) -> None:
-        mask.apply_(run.values.view(-1, columns), run.start // columns)
+        matrix, device = run.values.view(-1, columns), run.values.device
+        limits, ranked_gains = thresholds.to(device), matrix.new_tensor(gains)
+        step = max(1, chunk_size(device) // columns)
+        stream = Stream(seed, min(step, len(matrix)) * columns, device)
+        for first in range(0, len(matrix), step):
+            chunk = matrix[first : first + step]
+            keep = stream.keep(run.start + first * columns, chunk.numel(), limits).view_as(chunk)
+            ranked = ranked_gains.repeat(len(chunk), 1)  # a copy, also of one row
+            bits(ranked).bitwise_and_(keep.to(bits(ranked).dtype))
+            chunk.mul_(torch.empty_like(chunk).scatter_(1, ascending_order(chunk), ranked))
 
     return Thinning(change_, restores_norm=rescale == "l1")
 
@@ -226,7 +238,7 @@ def _cuts(deltas: Deltas, k: int) -> list[Cut]:
     for ties in counts[:, digit].tolist():  # lower indices are kept first
         here = min(ties, k)
         k -= here
-        cuts.append(Cut(size, here, ties - here))
+        cuts.append(Cut(size, here))
     return cuts
 
 
@@ -248,35 +260,6 @@ def _keep_probabilities(n: int, density: float, epsilon: float) -> list[float]:
         return [density]
     low = density - epsilon
     return [min(1.0, max(0.0, low + 2 * epsilon * r / (n - 1))) for r in range(n)]
-
-
-class RankedMask:
-    """DELLA's random mask. Thresholds, gains and draws are ordered by ascending magnitude."""
-
-    def __init__(
-        self, columns: int, density: float, epsilon: float, seed: int, *, inverse: bool
-    ) -> None:
-        ramp = _keep_probabilities(columns, density, epsilon)
-        self._seed = seed
-        self._thresholds = [keep_threshold(p) for p in ramp]
-        self._gains = [1 / p if p > 0 else 0.0 for p in ramp] if inverse else [1.0] * columns
-
-    def apply_(self, matrix: Tensor, row: int) -> None:
-        """Multiply kept elements by their gains and all others by zero, in place.
-
-        `row` is the number of the matrix's first row.
-        """
-        device, columns = matrix.device, matrix.shape[1]
-        thresholds = torch.tensor(self._thresholds, dtype=torch.int16).to(device)
-        gains = torch.tensor(self._gains, dtype=matrix.dtype).to(device)
-        step = max(1, chunk_size(device) // columns)
-        stream = Stream(self._seed, min(step, matrix.shape[0]) * columns, device)
-        for first in range(0, matrix.shape[0], step):
-            chunk = matrix[first : first + step]
-            keep = stream.keep((row + first) * columns, chunk.numel(), thresholds).view_as(chunk)
-            ranked = gains.repeat(len(chunk), 1)  # a copy, also of one row
-            bits(ranked).bitwise_and_(keep.to(bits(ranked).dtype))
-            chunk.mul_(torch.empty_like(chunk).scatter_(1, ascending_order(chunk), ranked))
 
 
 _WORDS = 1 << 32

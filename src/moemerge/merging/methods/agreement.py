@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, declares, merge_method, param
-from moemerge.merging.methods._arithmetic import chunks, flat, gram, scratch
+from moemerge.merging.methods._arithmetic import by_chunks, chunks, flat, gram
 from moemerge.merging.methods._selection import keep_largest_, kept_count, ordered_at
 from moemerge.merging.methods._sparsify import Deltas, Sparsified, Thinning, trimming
 from moemerge.merging.methods._task_vectors import (
@@ -33,13 +33,9 @@ class ConsensusParams:
 
 
 @dataclass(frozen=True)
-class ConsensusTiesParams(Thinned):
-    weight: float = param(1.0, help="this model's share of the sum")
+class ConsensusTiesParams(ConsensusParams, Thinned):
     density: float = param(
         0.2, minimum=0, maximum=1, help="fraction of the task vector's elements that is kept"
-    )
-    threshold: float = param(
-        0.4, minimum=0, help="an element matters to this model where |δ_i| > threshold·|Δ - δ_i|"
     )
 
 
@@ -115,16 +111,17 @@ def _where_agreed(
     thresholds: Sequence[float],
     options: ConsensusOptions,
 ) -> Tensor:
-    """Return θ_0 + λ Δ for elements that enough models find important. Only `base` is not flat."""
-    origin = flat(base)
-    out = torch.empty_like(origin)
-    for at in chunks(origin):
-        votes = torch.zeros_like(origin[at], dtype=torch.int8)
+    """Return θ_0 + λ Δ for elements that enough models find important."""
+
+    def keep(origin: Tensor, changes: list[Tensor]) -> Tensor:
+        total, *deltas = changes
+        votes = torch.zeros_like(origin, dtype=torch.int8)
         for delta, threshold in zip(deltas, thresholds, strict=True):
-            votes += delta[at].abs() > threshold * (total[at] - delta[at]).abs()
-        kept = torch.where(votes >= options.k, total[at], 0.0)
-        torch.add(origin[at], kept, alpha=options.lambda_, out=out[at])
-    return out.view(base.shape)
+            votes += delta.abs() > threshold * (total - delta).abs()
+        kept = torch.where(votes >= options.k, total, 0.0)
+        return torch.add(origin, kept, alpha=options.lambda_)
+
+    return by_chunks(base, [total, *deltas], keep)
 
 
 _LEAST_DIVISOR = 1e-12
@@ -241,21 +238,19 @@ def _by_overlap(
     inputs: Sequence[ModelTensor], base: Tensor, epsilon: float, factors: Sequence[float]
 ) -> Tensor:
     """Merge element by element; `factors` multiply changes that one model alone made."""
-    origin, tensors = flat(base), [flat(i.tensor) for i in inputs]
-    out = torch.empty_like(origin)
-    for at in chunks(origin):
-        total, own = torch.zeros_like(origin[at]), torch.zeros_like(origin[at])
-        count = torch.zeros_like(origin[at])
+
+    def add(origin: Tensor, tensors: list[Tensor]) -> Tensor:
+        total, own, count = (torch.zeros_like(origin) for _ in range(3))
         for tensor, factor in zip(tensors, factors, strict=True):
-            delta = tensor[at] - origin[at]
+            delta = tensor - origin
             changed = delta.abs() > epsilon
             delta *= changed
             total += delta
             own.add_(delta, alpha=factor)
             count += changed
-        merged = torch.where(count > 1, total / count.clamp_min(1), own)
-        torch.add(origin[at], merged, out=out[at])
-    return out.view(base.shape)
+        return origin + torch.where(count > 1, total / count.clamp_min(1), own)
+
+    return by_chunks(base, [i.tensor for i in inputs], add)
 
 
 _LEAST_SHARE = 1e-6  # mergekit's; affects only models with a smaller share
@@ -306,20 +301,20 @@ def _select_(deltas: Sequence[Tensor], fraction: float) -> None:
 
 def _variance(deltas: Sequence[Tensor]) -> Tensor:
     """Return the biased variance over models, per element; exactly zero if they agree."""
-    variance = torch.zeros_like(deltas[0])
-    buffers = scratch(variance, 2)
     share = 1 / len(deltas)
-    for at in chunks(variance):
-        mean, deviation = (x[: at.stop - at.start] for x in buffers)
-        mean.zero_()
+
+    def spread(first: Tensor, deltas: list[Tensor]) -> Tensor:
+        mean, variance = torch.zeros_like(first), torch.zeros_like(first)
         # Subtract the first model: the mean of three equal numbers may differ from them by
         # rounding, but their variance must be zero.
         for delta in deltas[1:]:
-            mean.add_(torch.sub(delta[at], deltas[0][at], out=deviation), alpha=share)
+            mean.add_(delta - first, alpha=share)
         for delta in deltas:
-            torch.sub(delta[at], deltas[0][at], out=deviation).sub_(mean)
-            variance[at].addcmul_(deviation, deviation, value=share)
-    return variance
+            deviation = (delta - first).sub_(mean)
+            variance.addcmul_(deviation, deviation, value=share)
+        return variance
+
+    return by_chunks(deltas[0], deltas, spread)
 
 
 _ELEMENTS = 2**20  # compared at once

@@ -13,10 +13,8 @@ from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import (
     Weighted,
-    chunks,
-    flat,
+    by_chunks,
     gram,
-    scratch,
     shares,
     weight_sum,
     weighted_sum,
@@ -107,16 +105,14 @@ def task_arithmetic(
     """Add the weighted sum of task vectors to the base: θ_0 + λ Σ w_i (θ_i - θ_0)."""
     weights = [i.params.weight for i in inputs]
     factor = options.lambda_ / (weight_sum(weights) if options.normalize else 1.0)
-    origin, tensors = flat(base), [flat(i.tensor) for i in inputs]
-    out = torch.empty_like(origin)
-    buffers = scratch(origin, 2)
-    for at in chunks(origin):
-        delta, total = (x[: at.stop - at.start] for x in buffers)
-        total.zero_()
+
+    def add(origin: Tensor, tensors: list[Tensor]) -> Tensor:
+        total = torch.zeros_like(origin)
         for tensor, weight in zip(tensors, weights, strict=True):
-            total.add_(torch.sub(tensor[at], origin[at], out=delta), alpha=weight)
-        torch.add(origin[at], total, alpha=factor, out=out[at])
-    return out.view(base.shape)
+            total.add_(tensor - origin, alpha=weight)
+        return torch.add(origin, total, alpha=factor)
+
+    return by_chunks(base, [i.tensor for i in inputs], add)
 
 
 _LEAST_DISTANCE = 1e-6  # smaller distances count as this
@@ -137,15 +133,12 @@ def nearswap(
 
     θ_0 + c·(θ - θ_0) with c = clamp(t / |θ - θ_0|, 0, 1).
     """
-    origin, other = flat(base), flat(inputs[0].tensor)
-    out = torch.empty_like(origin)
-    buffers = scratch(origin, 1)
-    for at in chunks(origin):
-        share = buffers[0][: at.stop - at.start]
-        torch.sub(other[at], origin[at], out=share).abs_().clamp_min_(_LEAST_DISTANCE)
-        share.reciprocal_().mul_(options.t).clamp_(0, 1)
-        torch.lerp(origin[at], other[at], share, out=out[at])
-    return out.view(base.shape)
+
+    def move(origin: Tensor, tensors: list[Tensor]) -> Tensor:
+        share = (tensors[0] - origin).abs_().clamp_min_(_LEAST_DISTANCE)
+        return torch.lerp(origin, tensors[0], share.reciprocal_().mul_(options.t).clamp_(0, 1))
+
+    return by_chunks(base, [inputs[0].tensor], move)
 
 
 @merge_method("emr", base=BasePolicy.REQUIRED, elementwise=True)
@@ -156,17 +149,13 @@ def emr(inputs: Sequence[ModelTensor], base: Tensor, options: NoParams, unit: Un
     θ_0 + s max{|δ_i| : sign(δ_i) = s}. Intended for `tasks: {keep: emr}`, which recovers each model
     from it. By itself it merges the largest changes.
     """
-    origin = flat(base)
-    models = [flat(i.tensor) for i in inputs]
-    out = torch.empty_like(origin)
-    for at in chunks(origin):
-        deltas = [model[at] - origin[at] for model in models]
-        sign = torch.where(torch.stack(deltas).sum(0) > 0, 1.0, -1.0).to(origin.dtype)
-        largest = torch.zeros_like(sign)
-        for delta in deltas:
-            torch.maximum(largest, delta * sign, out=largest)
-        torch.addcmul(origin[at], sign, largest, out=out[at])
-    return out.view(base.shape)
+
+    def elect(origin: Tensor, tensors: list[Tensor]) -> Tensor:
+        deltas = torch.stack([tensor - origin for tensor in tensors])
+        sign = torch.where(deltas.sum(0) > 0, 1.0, -1.0).to(origin.dtype)
+        return torch.addcmul(origin, sign, (deltas * sign).amax(0).clamp_min_(0))
+
+    return by_chunks(base, [i.tensor for i in inputs], elect)
 
 
 @dataclass(frozen=True)
@@ -182,16 +171,15 @@ def magmax(
 
     Of equally large changes, the first model's is taken.
     """
-    origin = flat(base)
-    models = [flat(i.tensor) for i in inputs]
-    out = torch.empty_like(origin)
-    for at in chunks(origin):
-        largest = models[0][at] - origin[at]
-        for model in models[1:]:
-            delta = model[at] - origin[at]
+
+    def take(origin: Tensor, tensors: list[Tensor]) -> Tensor:
+        largest = tensors[0] - origin
+        for tensor in tensors[1:]:
+            delta = tensor - origin
             largest = torch.where(delta.abs() > largest.abs(), delta, largest)
-        torch.add(origin[at], largest, alpha=options.lambda_, out=out[at])
-    return out.view(base.shape)
+        return torch.add(origin, largest, alpha=options.lambda_)
+
+    return by_chunks(base, [i.tensor for i in inputs], take)
 
 
 # --- AWD: subtract the common part of the task vectors (Xiong et al. 2024) ------------------------

@@ -12,10 +12,7 @@ from moemerge.merging.method import UnitInfo, declares, merge_method, param
 from moemerge.merging.methods._arithmetic import flat
 from moemerge.merging.methods._selection import keep_largest_, kept_count
 from moemerge.merging.methods._spectra import Definite, Spectrum
-from moemerge.merging.methods._task_vectors import (
-    OthersOptions,
-    of_task_vectors,
-)
+from moemerge.merging.methods._task_vectors import OthersOptions, of_task_vectors
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -171,25 +168,34 @@ class Interference:
 
     def adam(self, lr: float, steps: int, each_step: Callable[[], None] = lambda: None) -> Tensor:
         """Return x after `steps` Adam steps from x = 0."""
-        out, columns = self.K.shape[0], self.S.shape[1]
         G = self.K @ self.S  # (out, in)
         # Compute x SᵀS in the cheaper order: out·in² or 2·models·out²·in multiplications.
-        gram = self.S.T @ self.S if columns < 2 * self.S.shape[0] else None
-        x, m, v = (torch.zeros_like(G) for _ in range(3))
-        g, divisor = torch.empty_like(G), torch.empty_like(G)
-        inner = None if gram is not None else G.new_empty(out, self.S.shape[0])
-        for step in range(1, steps + 1):
-            each_step()
-            if gram is not None:
-                torch.mm(x, gram, out=g)
-            else:
-                torch.mm(torch.mm(x, self.S.T, out=inner), self.S, out=g)
-            g.add_(G).mul_(2)
-            m.lerp_(g, 1 - _BETA1)
-            v.mul_(_BETA2).addcmul_(g, g, value=1 - _BETA2)
-            torch.sqrt(v, out=divisor).div_(math.sqrt(1 - _BETA2**step)).add_(_EPS)
-            x.addcdiv_(m, divisor, value=-lr / (1 - _BETA1**step))
-        return x
+        gram = self.S.T @ self.S if self.S.shape[1] < 2 * self.S.shape[0] else None
+
+        def gradient(x: Tensor) -> Tensor:
+            product = torch.mm(x @ self.S.T, self.S) if gram is None else torch.mm(x, gram)
+            return product.add_(G).mul_(2)
+
+        return adam(gradient, G, lr, steps, each_step)
+
+
+def adam(
+    gradient: Callable[[Tensor], Tensor],
+    like: Tensor,
+    lr: float,
+    steps: int,
+    each_step: Callable[[], None],
+) -> Tensor:
+    """Return x, shaped as `like`, after `steps` Adam steps from x = 0."""
+    x, m, v = (torch.zeros_like(like) for _ in range(3))
+    for step in range(1, steps + 1):
+        each_step()
+        g = gradient(x)
+        m.lerp_(g, 1 - _BETA1)
+        v.mul_(_BETA2).addcmul_(g, g, value=1 - _BETA2)
+        divisor = v.sqrt().div_(math.sqrt(1 - _BETA2**step)).add_(_EPS)
+        x.addcdiv_(m, divisor, value=-lr / (1 - _BETA1**step))
+    return x
 
 
 # (positive eigenvalues in descending order, number of all) -> fraction of each that is corrected
@@ -216,7 +222,6 @@ def effective_rank(values: Tensor, count: int) -> Tensor:
 
 
 _SUBSPACE = 6  # the shared subspace has a sixth of the directions
-_BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's usual constants
 
 
 @dataclass(frozen=True)
@@ -260,19 +265,15 @@ def _correction(
     merged = sum(s * v for s, v in zip(scales, vectors, strict=True))
     # e_j = rowwise ⟨τ_j - Σ l τ - Δ Σ l, τ_j⟩; only the inner product with Δ changes.
     start = [((v - merged) * v).sum(1) for v in vectors]
-    delta, m, v2 = (torch.zeros_like(vectors[0]) for _ in range(3))
-    for step in range(1, options.steps + 1):
-        unit.check_stopped()
-        gradient = torch.zeros_like(delta)
+
+    def gradient(delta: Tensor) -> Tensor:
+        g = torch.zeros_like(delta)
         for vector, e in zip(vectors, start, strict=True):
             residual = e - total * (delta * vector).sum(1)
-            gradient.addcmul_(residual[:, None], vector, value=-2 * total)
-        gradient -= P @ (P.T @ gradient)
-        m.lerp_(gradient, 1 - _BETA1)
-        v2.mul_(_BETA2).addcmul_(gradient, gradient, value=1 - _BETA2)
-        divisor = v2.sqrt().div_(math.sqrt(1 - _BETA2**step)).add_(_EPS)
-        delta.addcdiv_(m, divisor, value=-options.lr / (1 - _BETA1**step))
-    return delta
+            g.addcmul_(residual[:, None], vector, value=-2 * total)
+        return g.sub_(P @ (P.T @ g))
+
+    return adam(gradient, vectors[0], options.lr, options.steps, unit.check_stopped)
 
 
 def _shared_subspace(vectors: Sequence[Tensor]) -> Tensor:
