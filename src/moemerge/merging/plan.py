@@ -164,8 +164,9 @@ def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[Mer
     if len(merges) == 1 and _splits(merges[0]):
         yield from _runs(info, merges[0], _run_rows(info, RUN_ELEMENTS))
         return
-    if len(merges) == 1 and _is_large(merges[0]):
-        yield from _large_runs(info, merges[0])
+    if len(merges) == 1 and _is_large(merges[0]) and info.rows > (step := _large_step(info)):
+        large = LargeUnit(merges[0], tuple(pairwise([*range(0, info.rows, step), info.rows])))
+        yield from _runs(info, replace(merges[0], large=large), step)
         return
     by_rows: dict[tuple[int, int] | None, list[UnitMerge]] = defaultdict(list)
     for merge in merges:
@@ -208,13 +209,11 @@ def _is_large(merge: UnitMerge) -> bool:
     return whole and not neurons
 
 
-def _large_runs(info: TensorInfo, merge: UnitMerge) -> Iterator[MergeBlock]:
+def _large_step(info: TensorInfo) -> int:
+    """Return the rows of a run that holds whole chunks."""
     columns = math.prod(info.shape[1:])
     whole = CHUNK_ELEMENTS // math.gcd(columns, CHUNK_ELEMENTS)  # rows that are whole chunks
-    step = -(-_run_rows(info, RUN_ELEMENTS) // whole) * whole
-    edges = [*range(0, info.rows, step), info.rows]
-    large = LargeUnit(merge, tuple(pairwise(edges)))
-    yield from _runs(info, replace(merge, large=large), step)
+    return -(-_run_rows(info, RUN_ELEMENTS) // whole) * whole
 
 
 def _run_rows(info: TensorInfo, elements: int) -> int:
@@ -308,6 +307,7 @@ class MergePlan:
     input_dtype: Dtype | None  # the config's `dtype`: inputs are cast to it first
     seed: int
     notices: tuple[str, ...] = ()
+    layer_origins: tuple[tuple[str, int], ...] = ()  # (reference model, its layer) by layer
     quantised: Mapping[str, int] = field(default_factory=dict)  # output tensor -> model
     # Keyed by the model's position; empty until they are computed.
     statistics: Mapping[tuple[int, StatisticsKind], Statistics] = field(default_factory=dict)
