@@ -7,21 +7,22 @@ does not depend on the order or on the number of workers.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from moemerge.checkpoint.requantise import QuantisingWriter
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, ResourceError
 from moemerge.merging.coefficients import neuron_shares
 from moemerge.merging.finite import FiniteCheck
 from moemerge.merging.kept import ModelKeeper
-from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo, UnitStatistics
+from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo
 from moemerge.merging.methods._sparsify import Deltas, Run
 from moemerge.merging.methods._task_vectors import flat_difference
 from moemerge.merging.plan import (
@@ -53,12 +54,6 @@ MOST_WORKERS = 8
 FEWEST_WORKERS = 2  # one may wait for the disk
 READ_AHEAD = 2  # prefetched blocks per worker
 POLL_SECONDS = 0.5
-
-
-class TensorWriter(Protocol):
-    """Writes blocks of rows of declared tensors. Thread-safe."""
-
-    def write(self, name: str, tensor: Tensor, row: int = 0) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ class MemoryBudget:
 
 def execute(
     plan: MergePlan,
-    writer: TensorWriter,
+    writer: QuantisingWriter,
     settings: ExecutionSettings,
     progress: Progress,
     keeper: ModelKeeper | None = None,
@@ -154,7 +149,7 @@ class _Runner:
     def __init__(
         self,
         plan: MergePlan,
-        writer: TensorWriter,
+        writer: QuantisingWriter,
         settings: ExecutionSettings,
         progress: Progress,
         keeper: ModelKeeper | None = None,
@@ -209,11 +204,11 @@ class _Runner:
         out_dtype = self.dtypes[block.tensor]
         if block.merges[0].large is not None:
             return self._merge_run(block, block.merges[0], block.merges[0].large)
-        blocks = _BlockReader(self.plan, self.finite)
+        read = functools.cache(self._read)  # a stored block may hold several units (gate and up)
         whole = len(block.merges) == 1 and block.merges[0].unit.slot.covers_block
         result = None if whole else torch.empty(block.shape, dtype=out_dtype)
         for merge in block.merges:
-            stored = [source.slot.take(blocks.read(source)) for source in merge.reads]
+            stored = [s.slot.take(read(s.model, s.tensor, s.slot.rows)) for s in merge.reads]
             if result is None:
                 merged = self._apply(merge, self._unit(merge), stored)
                 return merged.to("cpu", out_dtype).reshape(block.shape).contiguous()
@@ -258,18 +253,19 @@ class _Runner:
         self, merge: UnitMerge, sources: Sequence[UnitInput]
     ) -> tuple[list[ModelTensor], Tensor]:
         """Read some models' rows of a unit, and the base's."""
-        blocks = _BlockReader(self.plan, self.finite)
         assert merge.base is not None
-        base = self._widen(blocks.read(merge.base))
+        base, *tensors = (
+            self._widen(self._read(s.model, s.tensor, s.slot.rows)) for s in (merge.base, *sources)
+        )
         inputs = [
-            ModelTensor(_scaled(self._widen(blocks.read(s)), base, s.scale), s.params)
-            for s in sources
+            ModelTensor(_scaled(tensor, base, s.scale), s.params)
+            for tensor, s in zip(tensors, sources, strict=True)
         ]
         return inputs, base
 
     def _unit(self, merge: UnitMerge) -> UnitInfo:
         key = merge.unit.key
-        remark = partial(self.remarks.add, key)
+        remark = functools.partial(self.remarks.add, key)
         return UnitInfo(key, merge.unit.role, self.plan.seed, self.stopped.is_set, remark)
 
     def _apply(self, merge: UnitMerge, unit: UnitInfo, stored: Sequence[Tensor]) -> Tensor:
@@ -277,37 +273,22 @@ class _Runner:
         tensors = [self._widen(tensor) for tensor in stored]
         if merge.prepare is not None:
             tensors = merge.prepare(tensors)
+        kind = merge.method.schema.statistics
         inputs = [
             ModelTensor(
                 _scaled(tensor, tensors[-1], source.scale),
                 source.params,
                 self.plan.models[source.model].name,
-                self._statistics(merge, source, tensor, unit),
+                read_statistics(self.plan, merge, source, tensor, unit, kind),
             )
             for tensor, source in zip(tensors, merge.inputs, strict=False)
         ]
-        base = None if merge.base is None else tensors[-1]
-        result = self._result(merge, inputs, base, unit)
-        if self.keeper is not None and base is not None:
-            self.keeper.keep(merge, tensors, base, result)
+        if merge.base is None:
+            return merge.method.apply(inputs, None, merge.options, unit)
+        result = self._wrapped(merge, merge.base, inputs, tensors[-1], unit)
+        if self.keeper is not None:
+            self.keeper.keep(merge, tensors, tensors[-1], result)
         return result
-
-    def _result(
-        self,
-        merge: UnitMerge,
-        inputs: Sequence[ModelTensor],
-        base: Tensor | None,
-        unit: UnitInfo,
-    ) -> Tensor:
-        if not merge.wraps or merge.base is None or base is None:
-            return merge.method.apply(inputs, base, merge.options, unit)
-        return self._wrapped(merge, merge.base, inputs, base, unit)
-
-    def _statistics(
-        self, merge: UnitMerge, source: UnitInput, tensor: Tensor, unit: UnitInfo
-    ) -> UnitStatistics | None:
-        kind = merge.method.schema.statistics
-        return read_statistics(self.plan, merge, source, tensor, unit, kind)
 
     def _wrapped(
         self,
@@ -317,7 +298,7 @@ class _Runner:
         base: Tensor,
         unit: UnitInfo,
     ) -> Tensor:
-        """Return the method's result inside the wrappers."""
+        """Return the method's result, inside the wrappers if there are any."""
 
         def method(inputs: Sequence[ModelTensor], base: Tensor) -> Tensor:
             return merge.method.apply(inputs, base, merge.options, unit)
@@ -343,9 +324,9 @@ class _Runner:
 
     def _copy(self, block: MergeBlock) -> Tensor:
         assert block.copy is not None
-        first = self._raw(block.copy, block)
+        first = self._read(block.copy.model, block.copy.tensor, block.rows)
         for other in block.must_equal:
-            if not torch.equal(first, self._raw(other, block)):
+            if not torch.equal(first, self._read(other.model, other.tensor, block.rows)):
                 names = [self.plan.models[s.model].label for s in (block.copy, other)]
                 raise CheckpointError(
                     f"integer tensor {block.tensor} differs between {names[0]} and {names[1]}",
@@ -353,9 +334,9 @@ class _Runner:
                 )
         return first.to(self.dtypes[block.tensor])
 
-    def _raw(self, source: UnitInput, block: MergeBlock) -> Tensor:
-        tensor = self.plan.models[source.model].checkpoint.read(source.tensor, block.rows)
-        self.finite.read(tensor, source)
+    def _read(self, model: int, name: str, rows: tuple[int, int] | None) -> Tensor:
+        tensor = self.plan.models[model].checkpoint.read(name, rows)
+        self.finite.read(tensor, model, name)
         return tensor
 
 
@@ -364,20 +345,3 @@ def _scaled(tensor: Tensor, base: Tensor, scale: float | NeuronScale) -> Tensor:
     if isinstance(scale, NeuronScale):
         return torch.lerp(base, tensor, neuron_shares(scale, tensor))
     return tensor if scale == 1.0 else torch.lerp(base, tensor, scale)
-
-
-class _BlockReader:
-    """Reads each stored block once, even if it holds several units (gate and up)."""
-
-    def __init__(self, plan: MergePlan, finite: FiniteCheck) -> None:
-        self._plan = plan
-        self._finite = finite
-        self._blocks: dict[tuple[int, str, tuple[int, int] | None], Tensor] = {}
-
-    def read(self, source: UnitInput) -> Tensor:
-        key = (source.model, source.tensor, source.slot.rows)
-        if key not in self._blocks:
-            checkpoint = self._plan.models[source.model].checkpoint
-            self._blocks[key] = checkpoint.read(source.tensor, source.slot.rows)
-            self._finite.read(self._blocks[key], source)
-        return self._blocks[key]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,7 @@ def extract_model(
     require_space(out, ours.checkpoint.total_bytes)
     entry = kept.tasks[name]
     _require_parts(ours, document, folder / entry.folder / SINGLE, entry.digest)
-    with _Parts(folder / entry.folder) as parts:
+    with closing(SafetensorsFile(folder / entry.folder / SINGLE)) as parts:
         extraction = _Extraction(ours, origin, parts, kept.keep, entry.scale)
         with CheckpointPatch(ours.checkpoint, out, overwrite=overwrite, inputs=inputs) as patch:
             units = extraction.write(patch, progress)
@@ -95,7 +96,7 @@ def extract_model(
                 scale=entry.scale,
                 units=units,
                 output=str(out),
-                task_bytes=parts.nbytes,
+                task_bytes=sum(info.nbytes for info in parts.tensors.values()),
                 output_bytes=ours.checkpoint.total_bytes,
                 seconds=time.perf_counter() - begin,
             )
@@ -152,29 +153,11 @@ def _companions(checkpoint: Checkpoint, report: ExtractReport) -> dict[str, byte
     return {REPORT_NAME: report_file(extract=report.to_json()), CARD_NAME: card.encode()}
 
 
-class _Parts:
-    """The file of parts that is kept of one model."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = SafetensorsFile(folder / SINGLE)
-        self.nbytes = sum(info.nbytes for info in self._file.tensors.values())
-
-    def of(self, key: str) -> dict[str, Tensor]:
-        names = {part: part_name(key, part) for part in (MASK, LEFT, RIGHT, REST)}
-        return {p: self._file.read(n) for p, n in names.items() if n in self._file.tensors}
-
-    def __enter__(self) -> _Parts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
 @dataclass(frozen=True)
 class _Extraction:
     shared: OpenModel
     base: OpenModel
-    parts: _Parts
+    parts: SafetensorsFile
     keep: Any
     scale: float
 
@@ -184,7 +167,10 @@ class _Extraction:
         others = UnitIndex(self.base)
         progress.start("extracting", len(index.by_tensor), unit="tensors")
         for name, units in index.by_tensor.items():
-            for rows, block in _blocks(units):
+            blocks: dict[tuple[int, int] | None, list[Unit]] = defaultdict(list)
+            for unit in units:
+                blocks[unit.slot.rows].append(unit)
+            for rows, block in blocks.items():
                 written = self._block(name, rows, block, index, others)
                 if written is not None:
                     patch.write(name, written, row=0 if rows is None else rows[0])
@@ -197,6 +183,10 @@ class _Extraction:
             )
         return count
 
+    def _parts_of(self, key: str) -> dict[str, Tensor]:
+        names = {part: part_name(key, part) for part in (MASK, LEFT, RIGHT, REST)}
+        return {p: self.parts.read(n) for p, n in names.items() if n in self.parts.tensors}
+
     def _block(
         self,
         name: str,
@@ -205,7 +195,7 @@ class _Extraction:
         index: UnitIndex,
         others: UnitIndex,
     ) -> Tensor | None:
-        kept = {unit.key: self.parts.of(unit.key) for unit in units}
+        kept = {unit.key: self._parts_of(unit.key) for unit in units}
         if not any(kept.values()):
             return None
         stored = self.shared.checkpoint.read(name, rows)
@@ -227,11 +217,3 @@ class _Extraction:
         if not bool(result.isfinite().all()):
             raise NumericalError(f"{name} would hold values that {result.dtype} cannot")
         return result
-
-
-def _blocks(units: tuple[Unit, ...]) -> Iterator[tuple[tuple[int, int] | None, list[Unit]]]:
-    """Group the units of a tensor by their rows."""
-    groups: dict[tuple[int, int] | None, list[Unit]] = defaultdict(list)
-    for unit in units:
-        groups[unit.slot.rows].append(unit)
-    yield from groups.items()

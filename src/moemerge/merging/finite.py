@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from moemerge.errors import NumericalError
-from moemerge.merging.plan import MergeBlock, MergePlan, UnitInput
+from moemerge.merging.plan import MergeBlock, MergePlan
 from moemerge.runtime.progress import counted, first_few
 
 if TYPE_CHECKING:
@@ -32,21 +32,21 @@ class FiniteCheck:
         self._noted: dict[str, dict[str, None]] = {}  # model -> tensors that are not finite
         self._lock = threading.Lock()
 
-    def read(self, tensor: Tensor, source: UnitInput) -> None:
+    def read(self, tensor: Tensor, position: int, name: str) -> None:
         """Refuse or record an input tensor (or a part of it) that is not finite."""
         if not tensor.is_floating_point() or is_finite(tensor):
             return
         bad = int((~tensor.isfinite()).sum())
         if not bad:
             return
-        model = self._plan.models[source.model]
+        model = self._plan.models[position]
         if not self._allow:
             raise NumericalError(
-                f"{model.label}: tensor {source.tensor} holds {bad} non-finite values "
+                f"{model.label}: tensor {name} holds {bad} non-finite values "
                 f"(NaN or infinity) among {tensor.numel()}",
                 hint="repair that model, or merge anyway with `allow_nonfinite=True`",
             )
-        self._note(model.label, source.tensor)
+        self._note(model.label, name)
 
     def merged(self, result: Tensor, block: MergeBlock) -> None:
         """Refuse or record a result that overflowed its dtype."""

@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from moemerge.architectures.opened import OpenModel
+from moemerge.architectures.roles import Unit
 from moemerge.checkpoint import CheckpointWriter, TensorInfo
 from moemerge.checkpoint.folder import SINGLE
 from moemerge.checkpoint.output import KEPT_FOLDER
@@ -59,24 +59,17 @@ def unpack_bits(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
     return bits.reshape(-1)[: math.prod(shape)].view(shape)
 
 
-@dataclass(frozen=True)
-class PartSpec:
-    """One tensor that is kept of a unit."""
-
-    name: str
-    dtype: Dtype
-    shape: tuple[int, ...]
-
-
-def part_specs(settings: KeptModels, shape: tuple[int, ...], dtype: Dtype) -> list[PartSpec]:
-    """Return the tensors that are kept of a unit of this shape and stored dtype."""
+def unit_parts(settings: KeptModels, unit: Unit, dtype: Dtype) -> dict[str, TensorInfo]:
+    """Return the tensors that are kept of a unit of this stored dtype, by part."""
+    shape, rank = unit.shape, None
+    parts: dict[str, tuple[Dtype, Sequence[int]]]
     if settings.keep != "twin":
-        return [PartSpec(MASK, Dtype.UINT8, (-(-math.prod(shape) // BITS),))]
-    rank = twin_rank(settings, shape)
-    if rank is None:
-        return [PartSpec(REST, dtype, shape)]
-    out, width = shape
-    return [PartSpec(LEFT, dtype, (out, rank)), PartSpec(RIGHT, dtype, (width, rank))]
+        parts = {MASK: (Dtype.UINT8, [-(-math.prod(shape) // BITS)])}
+    elif (rank := twin_rank(settings, shape)) is None:
+        parts = {REST: (dtype, shape)}
+    else:
+        parts = {LEFT: (dtype, [shape[0], rank]), RIGHT: (dtype, [shape[1], rank])}
+    return {part: TensorInfo.of(part_name(unit.key, part), *how) for part, how in parts.items()}
 
 
 def twin_rank(settings: KeptModels, shape: tuple[int, ...]) -> int | None:
@@ -129,8 +122,7 @@ def kept_tensors(plan: MergePlan, settings: KeptModels) -> Iterator[TensorInfo]:
     """Yield the tensors that are stored for each model."""
     for block in plan.blocks:
         for merge in block.merges:
-            for spec in part_specs(settings, merge.unit.shape, plan.dtypes[merge.unit.tensor]):
-                yield TensorInfo.of(part_name(merge.unit.key, spec.name), spec.dtype, spec.shape)
+            yield from unit_parts(settings, merge.unit, plan.dtypes[merge.unit.tensor]).values()
 
 
 def part_name(key: str, part: str) -> str:
@@ -154,23 +146,22 @@ class ModelKeeper:
         merges = [merge for block in plan.blocks for merge in block.merges]
         self._models = list(dict.fromkeys(s.model for m in merges for s in m.inputs))
         self._totals = {model: [0.0, 0.0] for model in self._models}
-        self._writers: dict[int, CheckpointWriter] = {}
         infos = list(kept_tensors(plan, settings))
         self.nbytes = sum(info.nbytes for info in infos)  # per model
-        for number, model in enumerate(self._models):
-            self._writers[model] = CheckpointWriter(
+        self._writers = {
+            model: CheckpointWriter(
                 self._folder / str(number), infos, shard_bytes=SHARD_BYTES, overwrite=False
             )
+            for number, model in enumerate(self._models)
+        }
 
     def keep(self, merge: UnitMerge, tensors: Sequence[Tensor], base: Tensor, out: Tensor) -> None:
         """Write one unit's parts from the models' `tensors`, the base's and the merged `out`."""
         dtype = self._plan.dtypes[merge.unit.tensor]
         for source, own in zip(merge.inputs, tensors, strict=False):
             parts = keep_unit(self._settings, own, base, out)
-            writer = self._writers[source.model]
-            for spec in part_specs(self._settings, merge.unit.shape, dtype):
-                name = part_name(merge.unit.key, spec.name)
-                writer.write(name, parts[spec.name].to(spec.dtype.torch))
+            for part, info in unit_parts(self._settings, merge.unit, dtype).items():
+                self._writers[source.model].write(info.name, parts[part].to(info.dtype.torch))
             if self._settings.keep == "emr":
                 own_size, agreed = emr_norms(own, base, out)
                 with self._lock:

@@ -11,7 +11,7 @@ from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import main_dtype
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.errors import ArchitectureError, TokenizerError
-from moemerge.merging.planner import OutputTensors
+from moemerge.merging.plan import MergePlan
 from moemerge.merging.tokenizer.embeddings import Vocabularies
 from moemerge.merging.tokenizer.plan import TokenizerPlan
 from moemerge.merging.tokenizer.vocab import (
@@ -49,7 +49,7 @@ def merge_output_files(
     merge: NormalisedMerge,
     models: Mapping[str, OpenModel],
     vocabularies: Vocabularies,
-    output: OutputTensors,
+    output: MergePlan,
     chat_template: str | None,
     *,
     requantise: bool = False,
@@ -146,7 +146,7 @@ def _for_vocabulary(
 
 
 def result_config(
-    donor: OpenModel, models: Mapping[str, OpenModel], output: OutputTensors
+    donor: OpenModel, models: Mapping[str, OpenModel], output: MergePlan
 ) -> dict[str, Any]:
     """Return the donor's config.json with the result's layers and dtype."""
     config = {k: v for k, v in donor.checkpoint.config.items() if k not in NOT_CARRIED}

@@ -305,7 +305,7 @@ class MergePlan:
     blocks: tuple[MergeBlock, ...]
     accounts: Accounts
     input_dtype: Dtype | None  # the config's `dtype`: inputs are cast to it first
-    seed: int
+    seed: int = 0
     notices: tuple[str, ...] = ()
     layer_origins: tuple[tuple[str, int], ...] = ()  # (reference model, its layer) by layer
     quantised: Mapping[str, int] = field(default_factory=dict)  # output tensor -> model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 from moemerge.architectures.names import with_layer
@@ -23,10 +23,10 @@ from moemerge.merging.method import METHODS, MergeMethod, UnitInfo, yaml_key
 from moemerge.merging.plan import (
     MERGED,
     Account,
-    Accounts,
     Fate,
     Ledger,
     MergeBlock,
+    MergePlan,
     NeuronScale,
     UnitInput,
     UnitMerge,
@@ -36,17 +36,6 @@ from moemerge.merging.plan import (
 from moemerge.merging.tokenizer.embeddings import Vocabularies
 from moemerge.merging.wrapper import WRAPPERS, Wrap
 from moemerge.runtime.dtypes import parse_dtype
-
-
-@dataclass(frozen=True)
-class OutputTensors:
-    """The planner's result for the weights."""
-
-    tensors: tuple[TensorInfo, ...]
-    blocks: tuple[MergeBlock, ...]
-    accounts: Accounts
-    notices: tuple[str, ...]
-    layer_origins: tuple[tuple[str, int], ...]  # (reference model, its layer) per output layer
 
 
 def open_inputs(merge: NormalisedMerge) -> dict[str, OpenModel]:
@@ -102,7 +91,7 @@ class Planner:
 
     # -- all tensors -------------------------------------------------------------------------
 
-    def plan(self) -> OutputTensors:
+    def plan(self) -> MergePlan:
         tensors: list[TensorInfo] = []
         blocks: list[MergeBlock] = []
         matching.require_one_tying(
@@ -120,12 +109,15 @@ class Planner:
         for info, copied in self._extras({t.name for t in tensors}):
             tensors.append(info)
             blocks.extend(copied)
-        return OutputTensors(
+        return MergePlan(
+            models=tuple(self.models.values()),
             tensors=tuple(tensors),
             blocks=tuple(blocks),
             accounts=self.ledger.complete(self.models),
             notices=tuple(self._notices()),
             layer_origins=tuple(self.destinations.origins()),
+            quantised=self.quantised,
+            input_dtype=self.input_dtype,
         )
 
     # -- one tensor --------------------------------------------------------------------------
@@ -207,10 +199,7 @@ class Planner:
         moved = to.layers.get(source.name) != to.layers.get(reference)
         matches = []
         for unit in units:
-            key = unit.key
-            if moved:
-                key = with_layer(key, to.layers[source.name])
-            other = index.find(unit, key)
+            other = index.find(unit, self._key_in(source.name, unit, to) if moved else None)
             if other is not None and other is not unit and not self.vocabularies.spans(unit):
                 matching.require_shape(unit, self.index[reference], other, index)
             matches.append(other)
@@ -294,13 +283,13 @@ class Planner:
             inputs=tuple(inputs),
             base=None if base is None else source(base),
             prepare=prepare,
-            wraps=tuple(self._wrap(reader, tensor) for reader in wrapped),
+            wraps=tuple(
+                Wrap(wrapper, self._build(wrapper.options, reader.values(tensor)))
+                for reader in wrapped
+                for wrapper in [WRAPPERS.get(reader.schema.name)]
+            ),
             whole=self.whole,
         )
-
-    def _wrap(self, reader: ParameterReader, tensor: TensorContext) -> Wrap:
-        wrapper = WRAPPERS.get(reader.schema.name)
-        return Wrap(wrapper, self._build(wrapper.options, reader.values(tensor)))
 
     def _method_for(self, unit: Unit) -> tuple[MergeMethod, ParameterReader]:
         reader = self.merge.router_reader

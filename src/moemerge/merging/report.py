@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moemerge.merging.method import Facts, Remark
-from moemerge.merging.plan import MERGED, Fate, MergePlan
+from moemerge.merging.plan import Fate, MergePlan
 from moemerge.runtime.progress import counted, first_few
 
 
@@ -24,6 +24,13 @@ class ModelAccount:
     copied: dict[str, list[str]] = field(default_factory=dict)
     dropped: dict[str, list[str]] = field(default_factory=dict)
     base: bool = False  # whether it is the base of the others, and not merged itself
+
+
+# Keys of the report's JSON that are left out if there is nothing to report.
+OPTIONAL = {
+    *("wrap", "coefficients", "settings", "statistics_seconds"),
+    *("statistics", "tasks", "remarks", "requantised"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,20 +63,19 @@ class MergeReport:
     output: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        seconds, before = (
+            None if s is None else round(s, 3) for s in (self.seconds, self.statistics_seconds)
+        )
+        document = {
             "method": self.method,
             "router": self.router,
-            **({"wrap": list(self.wraps)} if self.wraps else {}),
-            **({"coefficients": self.coefficients} if self.coefficients else {}),
+            "wrap": list(self.wraps),
+            "coefficients": self.coefficients,
             "seed": self.seed,
-            **({"settings": self.settings} if self.settings else {}),
+            "settings": self.settings,
             "device": self.device,
-            "seconds": None if self.seconds is None else round(self.seconds, 3),
-            **(
-                {"statistics_seconds": round(self.statistics_seconds, 3)}
-                if self.statistics_seconds is not None
-                else {}
-            ),
+            "seconds": seconds,
+            "statistics_seconds": before,
             "output": {
                 "folder": self.output,
                 "tensors": self.output_tensors,
@@ -89,12 +95,13 @@ class MergeReport:
                 }
                 for m in self.models
             },
-            **({"statistics": self.statistics} if self.statistics else {}),
-            **({"tasks": self.tasks} if self.tasks else {}),
-            **({"remarks": self.remarks} if self.remarks else {}),
-            **({"requantised": self.requantised} if self.requantised else {}),
+            "statistics": self.statistics,
+            "tasks": self.tasks,
+            "remarks": self.remarks,
+            "requantised": self.requantised,
             "notices": list(self.notices),
         }
+        return {k: v for k, v in document.items() if k not in OPTIONAL or v not in (None, {}, [])}
 
 
 def describe_plan(
@@ -117,21 +124,16 @@ def describe_plan(
 
 
 def _accounts(plan: MergePlan, bases: Collection[str]) -> tuple[ModelAccount, ...]:
-    merged: dict[str, int] = defaultdict(int)
     rest: dict[tuple[str, Fate], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for model, accounts in plan.accounts.items():
-        others = [
-            (tensor, account) for tensor, account in accounts.items() if account is not MERGED
-        ]
-        merged[model] = len(accounts) - len(others)
-        for tensor, (fate, reason) in others:
+        for tensor, (fate, reason) in accounts.items():
             rest[model, fate][reason].append(tensor)
     return tuple(
         ModelAccount(
             name=m.name,
             reference=m.checkpoint.label,
             tensors=len(m.checkpoint.tensors),
-            merged=merged[m.name] + sum(map(len, rest[m.name, Fate.MERGED].values())),
+            merged=sum(map(len, rest[m.name, Fate.MERGED].values())),
             copied=dict(rest[m.name, Fate.COPIED]),
             dropped=dict(rest[m.name, Fate.DROPPED]),
             base=m.name in bases,

@@ -35,7 +35,7 @@ from moemerge.merging.execute import DEFAULT_MEMORY_BUDGET, ExecutionSettings, e
 from moemerge.merging.kept import ModelKeeper, kept_tensors
 from moemerge.merging.output import OutputFiles, merge_output_files
 from moemerge.merging.plan import MergeBlock, MergePlan, distinct
-from moemerge.merging.planner import OutputTensors, Planner, open_inputs
+from moemerge.merging.planner import Planner, open_inputs
 from moemerge.merging.report import MergeReport, ModelAccount, describe_plan
 from moemerge.merging.sharing import gather_results, open_writer, own_part
 from moemerge.merging.statistics import (
@@ -186,13 +186,8 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
         merge, models, vocabularies, output, config.chat_template, requantise=requantise
     )
     doubts = _config_doubts(loaded, settings, models, output, files)
-    plan = MergePlan(
-        models=tuple(models.values()),
-        tensors=output.tensors,
-        blocks=output.blocks,
-        accounts=output.accounts,
-        quantised=planner.quantised,
-        input_dtype=planner.input_dtype,
+    plan = replace(
+        output,
         seed=seed,
         notices=(
             *loaded.warnings,
@@ -248,7 +243,7 @@ def _config_doubts(
     loaded: LoadedConfig,
     settings: MergeSettings,
     models: Mapping[str, OpenModel],
-    output: OutputTensors,
+    output: MergePlan,
     files: OutputFiles,
 ) -> list[str]:
     """Check the config.json of the result; return a warning if a lenient merge would be refused."""

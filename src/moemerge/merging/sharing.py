@@ -6,16 +6,13 @@ so the bytes equal those of a single process. Rank 0 then publishes OUT.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from moemerge.checkpoint import CheckpointWriter, parse_size
-from moemerge.checkpoint.quantised.tensor import Rounding
 from moemerge.checkpoint.requantise import QuantisingWriter, stored_tensors
 from moemerge.config.settings import MergeSettings
 from moemerge.merging.execute import MergeOutcome
-from moemerge.merging.method import Facts, Remark
 from moemerge.merging.plan import MergePlan
 from moemerge.runtime.ranks import Ranks
 
@@ -63,16 +60,6 @@ def open_writer(
     return made
 
 
-@dataclass(frozen=True)
-class _RankResult:
-    """What a rank sends to rank 0 after writing its tensors."""
-
-    written: Sequence[str]
-    remarks: Sequence[tuple[str, Remark, Facts]]
-    noted: Mapping[str, Sequence[str]]
-    rounding: Mapping[str, Rounding]
-
-
 def gather_results(
     writer: CheckpointWriter, outcome: MergeOutcome, target: QuantisingWriter, ranks: Ranks
 ) -> None:
@@ -80,11 +67,11 @@ def gather_results(
     if ranks.count == 1:
         return
     written = () if ranks.leads else writer.hand_over()
-    own = _RankResult(written, outcome.remarks.entries(), outcome.finite.noted, target.errors.sums)
-    for done in ranks.gather(own)[1:]:
+    own = (written, outcome.remarks.entries(), outcome.finite.noted, target.errors.sums)
+    for names, remarks, noted, rounding in ranks.gather(own)[1:]:
         if ranks.leads:
-            writer.take_over(done.written)
-            for remark in done.remarks:
+            writer.take_over(names)
+            for remark in remarks:
                 outcome.remarks.add(*remark)
-            outcome.finite.note(done.noted)
-            target.errors.add(done.rounding)
+            outcome.finite.note(noted)
+            target.errors.add(rounding)

@@ -85,18 +85,15 @@ def around(inner: Inner, wraps: Sequence[Wrap], base_as: BaseAs, unit: UnitInfo)
 
     `base_as` returns the base with its statistics of a kind.
     """
-    call = inner
-    for wrap in wraps:
-        call = _wrapped(wrap, call, base_as, unit)
-    return call
+    if not wraps:
+        return inner
+    *inside, wrap = wraps
 
-
-def _wrapped(wrap: Wrap, inner: Inner, base_as: BaseAs, unit: UnitInfo) -> Inner:
     def call(inputs: Sequence[ModelTensor], base: Tensor) -> Tensor:
-        known = base_as(wrap.wrapper.schema.statistics)
         # An outer wrapper may have changed the base's coordinates.
-        mine = ModelTensor(base, known.params, known.name, known.statistics)
-        return wrap.wrapper.function(inner, inputs, mine, wrap.options, unit)
+        mine = replace(base_as(wrap.wrapper.schema.statistics), tensor=base)
+        within = around(inner, inside, base_as, unit)
+        return wrap.wrapper.function(within, inputs, mine, wrap.options, unit)
 
     return call
 

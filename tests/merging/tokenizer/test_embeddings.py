@@ -20,7 +20,7 @@ from merging.tokenizer.samples import (
 )
 from moemerge.config.schema import TokenizerSettings
 from moemerge.errors import TokenizerError
-from moemerge.merging.tokenizer.embeddings import preparer, to_output_vocabulary
+from moemerge.merging.tokenizer.embeddings import to_output_vocabulary
 from moemerge.merging.tokenizer.plan import plan_tokenizer
 from moemerge.merging.tokenizer.vocab import read_vocabulary
 
@@ -30,7 +30,7 @@ ROWS = (8, 7, 9)
 def mapped(trio, *, base, dtype=torch.float32, **settings):
     found = plan(trio, ROWS, base, **settings)
     tensors = [numbered(k + 1, rows).to(dtype) for k, rows in enumerate(ROWS)]
-    out = preparer(found, trio)(tensors)
+    out = to_output_vocabulary(found, trio, tensors)
     for before, after in zip(tensors, out, strict=True):
         assert after.shape == (found.output_rows, 2)
         assert after.dtype == before.dtype
@@ -108,8 +108,8 @@ def test_a_donor_outside_the_merge_leaves_zero_rows(trio):
         order=(base, chat),
         embedding_rows={base: 8, chat: 7},
     )
-    out = to_output_vocabulary(found, {base: numbered(1, 8), chat: numbered(2, 7)})
-    assert out[base][:, 0].tolist() == [101, 100, 0, 104, 103, 206, 0]
+    out = to_output_vocabulary(found, [base, chat], [numbered(1, 8), numbered(2, 7)])
+    assert out[0][:, 0].tolist() == [101, 100, 0, 104, 103, 206, 0]
     assert any("in no model" in w for w in found.warnings)
 
 
@@ -124,21 +124,19 @@ def test_inputs_are_left_alone_and_a_bias_works_too(trio):
     sizes = enumerate(zip(trio, ROWS, strict=True))
     biases = {model: numbered(k + 1, rows)[:, 0].clone() for k, (model, rows) in sizes}
     before = {m: b.clone() for m, b in biases.items()}
-    out = to_output_vocabulary(found, biases)
-    assert out[trio[2]][:9].tolist() == [301, 300, 102, 304, 303, 302, 205, 305, 306]
-    assert out[trio[2]].shape == (12,)
+    out = to_output_vocabulary(found, list(biases), list(biases.values()))
+    assert out[2][:9].tolist() == [301, 300, 102, 304, 303, 302, 205, 305, 306]
+    assert out[2].shape == (12,)
     assert all(torch.equal(biases[m], before[m]) for m in trio)
 
 
 def test_what_does_not_fit_the_plan_is_refused(trio):
     found = plan(trio, ROWS, trio[0], source="base")
-    whole = {m: numbered(k, n) for k, (m, n) in enumerate(zip(trio, ROWS, strict=True))}
-    with pytest.raises(TokenizerError, match="every model"):
-        to_output_vocabulary(found, {trio[0]: whole[trio[0]]})
+    first, _, last = (numbered(k, n) for k, n in enumerate(ROWS))
     with pytest.raises(TokenizerError, match="different width"):
-        to_output_vocabulary(found, whole | {trio[1]: numbered(2, 7, width=3)})
+        to_output_vocabulary(found, trio, [first, numbered(2, 7, width=3), last])
     with pytest.raises(TokenizerError, match="3 rows"):
-        to_output_vocabulary(found, whole | {trio[1]: numbered(2, 3)})
+        to_output_vocabulary(found, trio, [first, numbered(2, 3), last])
 
 
 BASE_IDS = {"a": 0, "b": 1, "ab": 2, "<s>": 3, "</s>": 4}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from moemerge.architectures.opened import OpenModel
@@ -28,32 +29,21 @@ if TYPE_CHECKING:
 
 
 def to_output_vocabulary(
-    plan: TokenizerPlan, embeddings: Mapping[ModelRef, Tensor]
-) -> dict[ModelRef, Tensor]:
+    plan: TokenizerPlan, models: Sequence[ModelRef], tensors: Sequence[Tensor]
+) -> list[Tensor]:
     """Map each model's (rows, width) tensor to (plan.output_rows, width), in its own dtype.
 
-    Also maps biases of a head, (rows,). `embeddings` must contain every model of the plan, because
+    Also maps biases of a head, (rows,). `models` must contain every model of the plan, because
     missing tokens are filled from other models.
     """
+    embeddings = dict(zip(models, tensors, strict=True))
     _check(plan, embeddings)
     positions = torch.tensor(list(plan.fill), dtype=torch.long)
     filled = fill_rows(plan, embeddings)  # (fills, width)
-    return {
-        model: map_rows(
-            embedding, plan.rows[model], plan.tokens, positions, filled, plan.output_rows
-        )
-        for model, embedding in embeddings.items()
-    }
-
-
-def preparer(plan: TokenizerPlan, models: Sequence[ModelRef]) -> Prepare:
-    """Return `to_output_vocabulary` as a function of a list of tensors, one for each model."""
-
-    def prepare(tensors: Sequence[Tensor]) -> list[Tensor]:
-        mapped = to_output_vocabulary(plan, dict(zip(models, tensors, strict=True)))
-        return [mapped[model] for model in models]
-
-    return prepare
+    return [
+        map_rows(tensor, plan.rows[model], plan.tokens, positions, filled, plan.output_rows)
+        for model, tensor in zip(models, tensors, strict=True)
+    ]
 
 
 def fill_rows(plan: TokenizerPlan, embeddings: Mapping[ModelRef, Tensor]) -> Tensor:
@@ -102,14 +92,6 @@ def _mean_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _check(plan: TokenizerPlan, embeddings: Mapping[ModelRef, Tensor]) -> None:
-    missing = [str(m) for m in plan.rows if m not in embeddings]
-    unknown = [str(m) for m in embeddings if m not in plan.rows]
-    if missing or unknown:
-        raise TokenizerError(
-            f"an embedding needs every model of the tokenizer's plan; missing: {missing}, "
-            f"unexpected: {unknown}",
-            hint="models that share a vocabulary must all take part in embedding and head",
-        )
     widths = {str(m): tuple(e.shape[1:]) for m, e in embeddings.items()}
     if len(set(widths.values())) > 1:
         raise TokenizerError(
@@ -167,7 +149,7 @@ class Vocabularies:
                 hint="let every model take part in the first and the last slice, or leave "
                 "`tokenizer` out",
             )
-        return preparer(self.plan, refs)
+        return partial(to_output_vocabulary, self.plan, refs)
 
 
 def plan_vocabularies(

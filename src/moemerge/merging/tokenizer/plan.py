@@ -60,7 +60,6 @@ def plan_tokenizer(
     first = base if base is not None else order[0]
     models = tuple(m for m in dict.fromkeys((first, *order)) if m in embedding_rows)
     donor = settings.source if isinstance(settings.source, ModelRef) else first
-    _require(vocabularies, (donor, *models))
     own = {  # the tokens whose id is a row of the embedding
         m: {t: i for t, i in vocabularies[m].ids.items() if i < embedding_rows[m]} for m in models
     }
@@ -106,15 +105,6 @@ def refuse_unlike_sizes(embedding_rows: Mapping[ModelRef, int]) -> None:
             f"the models' embeddings have different numbers of rows ({sizes})",
             hint="say which vocabulary the result shall have: add `tokenizer_source: base` (or "
             "union, or a model) to the config",
-        )
-
-
-def _require(vocabularies: Mapping[ModelRef, Vocabulary], models: Iterable[ModelRef]) -> None:
-    missing = sorted({str(m) for m in models if m not in vocabularies})
-    if missing:
-        raise TokenizerError(
-            f"no tokenizer was found for {', '.join(missing)}",
-            hint="put tokenizer.json into the model's folder, or leave `tokenizer` out",
         )
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
+from moemerge.config.fields import CHAT_TEMPLATES
 from moemerge.config.models import ModelRef
 from moemerge.errors import TokenizerError
 from moemerge.merging.tokenizer.plan import TokenizerPlan
@@ -74,10 +75,6 @@ def to_json(value: object) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _tokenizer_json(content: dict[str, Any], plan: TokenizerPlan) -> dict[str, Any]:
-    return {**content, "added_tokens": _entries(plan.vocabulary)}
-
-
 def _entries(vocabulary: Vocabulary) -> list[dict[str, Any]]:
     """Return all added tokens by id, the order in which loading renumbers them."""
     ids = vocabulary.ids
@@ -122,8 +119,8 @@ def _added_tokens(_: dict[str, Any], plan: TokenizerPlan) -> dict[str, Any]:
     return dict(sorted(ids.items(), key=lambda item: item[1]))
 
 
-_EDITS: Final = {
-    "tokenizer.json": _tokenizer_json,
+_EDITS: Final[Mapping[str, Callable[[dict[str, Any], TokenizerPlan], dict[str, Any]]]] = {
+    "tokenizer.json": lambda content, plan: {**content, "added_tokens": _entries(plan.vocabulary)},
     "tokenizer_config.json": _tokenizer_config,
     "special_tokens_map.json": _without_dropped,
     "added_tokens.json": _added_tokens,
@@ -190,76 +187,7 @@ def _special_ids(
 # breaks are trimmed, so that the layout here does not leak into a prompt.
 FILE: Final = "chat_template.jinja"
 
-
-# <|im_start|>role\ncontent<|im_end|>\n
-CHATML: Final = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
-
-# <|begin_of_text|> once, then <|start_header_id|>role<|end_header_id|>\n\ncontent<|eot_id|>
-LLAMA3: Final = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' -}}
-{{- message['content'] | trim + '<|eot_id|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
-{%- endif -%}
-"""
-
-# <s> [INST] user [/INST] answer</s>; a system message starts the first instruction
-MISTRAL: Final = """\
-{%- set ns = namespace(system='', turn=0) -%}
-{{- bos_token -}}
-{%- for message in messages -%}
-{%- if message['role'] == 'system' and loop.first -%}
-{%- set ns.system = message['content'] + '\\n\\n' -%}
-{%- elif message['role'] == 'user' and ns.turn % 2 == 0 -%}
-{{- ' [INST] ' + ns.system + message['content'] + ' [/INST]' -}}
-{%- set ns.system = '' -%}
-{%- set ns.turn = ns.turn + 1 -%}
-{%- elif message['role'] == 'assistant' and ns.turn % 2 == 1 -%}
-{{- ' ' + message['content'] + eos_token -}}
-{%- set ns.turn = ns.turn + 1 -%}
-{%- else -%}
-{{- raise_exception('expected user and assistant in turns, after at most one system message') -}}
-{%- endif -%}
-{%- endfor -%}
-"""
-
-# system message, then ### Instruction: / ### Input: / ### Response: paragraphs
-ALPACA: Final = """\
-{%- set headings = {
-  'user': '### Instruction:\\n', 'user_context': '### Input:\\n', 'assistant': '### Response:\\n'
-} -%}
-{%- for message in messages -%}
-{%- if not loop.first -%}{{- '\\n\\n' -}}{%- endif -%}
-{{- headings.get(message['role'], '') + message['content'] | trim -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '\\n\\n### Response:\\n' -}}{%- endif -%}
-"""
-
-# [|system|]text[|endofturn|]\n always first; [|user|]text\n; [|assistant|]text[|endofturn|]\n
-EXAONE: Final = """\
-{%- if messages[0]['role'] != 'system' -%}{{- '[|system|][|endofturn|]\\n' -}}{%- endif -%}
-{%- for message in messages -%}
-{%- set end = '\\n' if message['role'] == 'user' else '[|endofturn|]\\n' -%}
-{{- '[|' + message['role'] + '|]' + message['content'] + end -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '[|assistant|]' -}}{%- endif -%}
-"""
-
-FORMATS: Final = {
-    "alpaca": ALPACA,
-    "chatml": CHATML,
-    "exaone": EXAONE,
-    "llama3": LLAMA3,
-    "mistral": MISTRAL,
-}
+TEMPLATES: Final = Path(__file__).parent / "chat_templates"
 
 
 def read_chat_template(folder: Path) -> str | None:
@@ -288,7 +216,9 @@ def resolve_chat_template(
         texts = [read_chat_template(folders[m]) for m in order]
         counts = Counter(text for text in texts if text is not None)
         return counts.most_common(1)[0][0] if counts else None
-    return FORMATS.get(setting, setting)
+    if setting in CHAT_TEMPLATES:
+        return (TEMPLATES / f"{setting}.jinja").read_text(encoding="utf-8")
+    return setting
 
 
 def with_chat_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]:
