@@ -256,12 +256,8 @@ def _information(job: CoefficientsJob, name: str, progress: Progress) -> list[fl
             stream.stop_at_layers(inputs=True)
         for one, other in zip(base, model, strict=True):
             if 0 < one.layer < len(job.places):  # a layer's input is the output of the layer below
-                layers.append(_shared(one.inputs(name), other.inputs(name)))
+                information = Information()
+                for a, b in zip(one.inputs(name), other.inputs(name), strict=True):
+                    information.add(a, b)
+                layers.append(information.mean())
     return [*layers, last.mean()]
-
-
-def _shared(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    information = Information()
-    for a, b in zip(ours, theirs, strict=True):
-        information.add(a, b)
-    return information.mean()

@@ -63,7 +63,9 @@ def panels(reading: Reading, what: Panel) -> Group:
     values = [v for key in keys for v in series(reading.layers, key)]
     top = ceiling(values, what.floor)
     low = min((v for v in values if v), default=what.floor)
-    scales = _scales(low, top) if what.logarithmic else ()
+    ends = [math.log10(low / 1.3), math.log10(top)]
+    logarithmic = {"type": "log", "range": ends, **log_ticks(ends)}
+    scales = ({"yaxis": {"type": "linear"}}, {"yaxis": logarithmic}) if what.logarithmic else ()
     charts = tuple(
         _panel(reading, what, domain, top, scales, f"{what.key}-{i}")
         for i, domain in enumerate(reading.domains)
@@ -73,13 +75,6 @@ def panels(reading: Reading, what: Panel) -> Group:
         lines.append(alone_line(lines[0]))
     choices = (Choice("Scale", SCALES),) if what.logarithmic else ()
     return Group(what.key, charts, what.title, choices, tuple(lines), columns=min(3, len(charts)))
-
-
-def _scales(low: float, top: float) -> tuple[Mapping[str, Any], ...]:
-    """Return the y axis for each of the scales."""
-    ends = [math.log10(low / 1.3), math.log10(top)]
-    logarithmic = {"type": "log", "range": ends, **log_ticks(ends)}
-    return {"yaxis": {"type": "linear"}}, {"yaxis": logarithmic}
 
 
 def _panel(
