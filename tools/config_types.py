@@ -45,8 +45,13 @@ def config_types() -> dict[str, dict[str, str]]:
     """Return the types of every key, by the model type."""
     known = {name for family in FAMILIES for name in family.model_types} | DENSE
     found: dict[str, dict[str, str]] = {}
-    for model_type in sorted(known & set(CONFIG_MAPPING)):
-        cls = CONFIG_MAPPING[model_type]
+    classes = {name: CONFIG_MAPPING[name] for name in sorted(known & set(CONFIG_MAPPING))}
+    for name, whole in list(classes.items()):  # sections without a type are named by their place
+        parts = {f"{name}.{key}": part for key, part in whole.sub_configs.items()}
+        classes |= {
+            key: part for key, part in parts.items() if getattr(part, "model_type", None) == ""
+        }
+    for model_type, cls in sorted(classes.items()):
         hints = typing.get_type_hints(cls, localns={"torch": torch})
         own = {f.name: sorted(kinds(hints[f.name])) for f in dataclasses.fields(cls)}
         found[model_type] = {name: "|".join(types) for name, types in own.items() if types}

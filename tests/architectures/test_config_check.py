@@ -59,11 +59,14 @@ def rope(**values):
 
 # Each value is wrong in every model alike: no comparison with another config reveals it.
 WRONG = [
-    ({"num_attention_heads": 8}, "8 attention heads, 2 key-value heads .* make 8 rows"),
-    ({"num_key_value_heads": 1}, "4 attention heads, 1 key-value heads .* make 8 rows"),
-    ({"num_key_value_heads": 4}, "4 key-value heads .* make 32 rows, but .*k_proj.* has 16"),
+    (
+        {"num_attention_heads": 8},
+        "num_attention_heads is 8, head_dim is 4|num_key_value_heads is 2, head_dim is 4",
+    ),
+    ({"num_key_value_heads": 1}, "num_key_value_heads is 1, head_dim is 8, which makes 8 rows"),
+    ({"num_key_value_heads": 4}, "heads is 4, .* makes 32 rows, but .*k_proj.* has 16"),
     ({"num_attention_heads": "4"}, "num_attention_heads is '4', expected a positive whole number"),
-    ({"head_dim": 16}, "head dimension of 16 make (32|64) rows, but .*_proj.* has (16|32)"),
+    ({"head_dim": 16}, "head_dim is 16, which makes (32|64) rows, but .*_proj.* has (16|32)"),
     ({"hidden_size": 64}, "hidden_size is 64, but model.embed_tokens.weight makes it 32"),
     ({"intermediate_size": 15}, "intermediate_size is 15, but .* makes it 48"),
     ({"num_experts": 4}, "counts 4 experts"),
@@ -77,7 +80,7 @@ WRONG = [
     (rope(rope_theta="10000"), "rope_theta is '10000', expected a finite number of at least 1"),
     (rope(rope_theta=0), "rope_theta is 0, expected a finite number of at least 1"),
     (rope(rope_theta=1e-300), "rope_theta is 1e-300, expected a finite number of at least 1"),
-    ({"head_dim": 0}, "a head dimension of 0 make 0 rows"),
+    ({"head_dim": 0}, "head_dim is 0, which makes 0 rows"),
     ({"head_dim": None}, "head_dim is None, expected a whole number, or no such key"),
     ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected a positive whole number"),
     ({"attention_bias": True}, "attention_bias is true, but no projection of the attention has"),
@@ -127,7 +130,16 @@ WRONG = [
 
 WRONG_IN_FAMILY = [
     ("deepseek_v3", {"q_lora_rank": None}, "q_lora_rank is None, but there is .*q_a_proj"),
-    ("deepseek_v3", {"q_lora_rank": 3}, "make 3 rows, but .*q_a_proj"),
+    ("deepseek_v3", {"q_lora_rank": 3}, "q_lora_rank is 3, which makes 3 rows, but .*q_a_proj"),
+    ("qwen3_next", {"linear_key_head_dim": 4}, "linear_key_head_dim is 4, .* makes 48 rows, but"),
+    (
+        "qwen3_next",
+        {"linear_conv_kernel_dim": 4},
+        "makes 4 entries on axis 2, but .*conv1d.* has 2",
+    ),
+    ("longcat_flash", {"zero_expert_num": "x"}, "zero_expert_num is 'x', expected a whole number"),
+    ("gemma4_text", {"rope_parameters": {"a": {}, "b": 1}}, "rope_parameters.b is 1, expected a m"),
+    ("dbrx", {"attn_config": {"kv_n_heads": 4}}, "num_key_value_heads is 4, .* makes 96 rows"),
     ("deepseek_v3", {"n_shared_experts": 3}, "n_shared_experts is 3, which makes 72 columns"),
     ("deepseek_v3", {"first_k_dense_replace": None}, "first_k_dense_replace is null"),
     ("deepseek_v3", {"num_hidden_layers": 1}, "has 1 layers, but the tensors have a layer [12]"),
@@ -212,7 +224,7 @@ def test_models_outside_the_family_table_pass(sound):
     ("values", "message"),
     [
         ({"rope_theta": None}, "rope_theta is None"),
-        ({"head_dim": 16}, "head dimension of 16"),
+        ({"head_dim": 16}, "head_dim is 16"),
         ({"experts_implementation": "x"}, "experts_implementation is 'x'"),
     ],
 )

@@ -20,6 +20,7 @@ from moemerge.architectures.rules import (
     Family,
     Gate,
     Router,
+    key,
     look_up,
 )
 from moemerge.checkpoint.tensors import TensorInfo
@@ -66,7 +67,7 @@ _TEXT_SECTIONS = (
     ("llm_config",),
     ("language_config",),
 )
-_ZERO_EXPERTS = "zero_expert_num"  # experts that do nothing but have a logit
+_ZERO_EXPERTS = key("zero_expert_num")  # experts that do nothing but have a logit
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
 # Lists of layer numbers. They may be as long as the model is deep without being indexed by layer.
 _INDEX_LISTS = frozenset({"moe_layers", "mlp_only_layers", "ple_layer_ids", "full_attn_idxs"})
@@ -140,7 +141,7 @@ class Architecture:
                 )
             counted = self.num_experts
             known = gate is not None and counted is not None and not self._counts_differ
-            more = self.text_config.get(_ZERO_EXPERTS) or 0
+            more = _ZERO_EXPERTS.count(self.text_config)
             if known and counted is not None and not counted <= rows <= counted + more:
                 raise ArchitectureError(
                     f"config.json counts {counted} experts, {router.weight} {rows}",

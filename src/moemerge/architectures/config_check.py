@@ -8,11 +8,16 @@ merges, so the sizes that a config states are compared with the tensors' shapes 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from moemerge.architectures.architecture import Architecture
+from moemerge.architectures.config_sizes import (
+    ATTENTION,
+    QUERY_HEADS,
+    first_integer,
+    size_faults,
+)
 from moemerge.architectures.config_values import names, value_faults
 from moemerge.architectures.families import family_of_class
 from moemerge.architectures.opened import OpenModel
@@ -28,20 +33,24 @@ _STRUCTURE = re.compile(
     r"(hidden_act|activation|activation_function|_heads|_groups|_rank|head_dim|intermediate_size"
     r"|hidden_size|_bias)$"
 )
-# Models with these keys, or of these families, have layers with other head sizes.
-_OTHER_HEAD_SIZES = re.compile(r"^(swa_|global_head_dim|attention_other|\w+_per_layer$)")
-_OTHER_HEAD_FAMILIES: Final = names("gemma4_text mimo_v2_flash")
-# A layer with these tensors is a recurrent one and has its own head sizes.
-_RECURRENT = re.compile(r"\.(A_log|dt_bias|\w*conv1d\.weight)$")
-_PROJECTION = re.compile(r"\.(?:self_attn|attention|attn|mixer)\.(\w+_proj(?:_with_mqa)?)\.weight$")
-_ATTENTION_BIAS = re.compile(r"\.(?:self_attn|self_attention|attention|attn|mixer)\.\w+\.bias$")
+# Flags that add biases, and what has one then.
+_BIASES: Final[Mapping[str, tuple[re.Pattern[str], str]]] = {
+    "attention_bias": (
+        re.compile(r"\.(?:self_attn|self_attention|attention|attn|mixer)(?:\.\d)?\.\w+\.bias$"),
+        "projection of the attention",
+    ),
+    "use_bias": (re.compile(r"_proj\.bias$"), "projection"),
+    "lm_head_bias": (re.compile(r"lm_head\.bias$"), "head"),
+    "conv_bias": (re.compile(r"\.conv\.\w+\.bias$"), "convolution"),
+}
 # Tensors of a layer of multi-token prediction that no other layer has.
 _PREDICTION = re.compile(r"(^|\.)(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp\w*)\.")
-_SHARED_DOWN = re.compile(r"\.shared_(?:experts?|mlp)\.(?:down_proj|output_linear)\.weight$")
-_DENSE_DOWN = re.compile(r"\.(?:mlp|feed_forward)\.down_proj\.weight$")
-_HEADS = ("num_attention_heads", "n_heads")
-_KEY_VALUE_HEADS = ("num_key_value_heads", "attn_config.kv_n_heads")
-_HEAD_DIM = ("head_dim", "kv_channels")
+_SHARED_DOWN = re.compile(
+    r"\.(?:shared?_experts?|shared_mlp)\.(?:down_proj|output_linear|w2)\.weight$"
+)
+_DENSE_DOWN = re.compile(
+    r"\.(?:mlp|mlps\.\d|mixer|feed_forward|block_sparse_moe)\.(?:down_proj|w2)\.weight$"
+)
 _DEPTH_LISTS = ("layer_types", "mlp_layer_types")
 _DEPTH_BY_LIST = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _EXPERT_WIDTHS = (
@@ -50,9 +59,19 @@ _EXPERT_WIDTHS = (
     "ffn_config.ffn_hidden_size",
     "intermediate_size",
 )
-_SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
+_SHARED_WIDTHS = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "share_expert_dim",
+)
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-_DENSE_WIDTHS = ("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size")
+_DENSE_WIDTHS = (
+    "prefix_dense_intermediate_size",
+    "dense_intermediate_size",
+    "intermediate_size_mlp",
+    "ffn_hidden_size",
+    "intermediate_size",
+)
 
 
 def check_config(
@@ -105,7 +124,9 @@ def _faults(
     yield from _layer_faults(architecture, tensors)
     yield from _expert_faults(architecture)
     yield from _sparsity_faults(architecture)
-    yield from _attention_faults(architecture, tensors)
+    yield from _missing_heads(architecture, tensors)
+    yield from _bias_faults(architecture, tensors)
+    yield from size_faults(architecture, tensors)
     yield from _width_faults(architecture, tensors)
     for label, other in others.items():
         yield from _differences(architecture.config, label, other)
@@ -149,7 +170,9 @@ def _sparsity_faults(architecture: Architecture) -> Iterator[str]:
     if key == "mlp_only_layers":
         step = text.get("decoder_sparse_step") or 1
         words = f"decoder_sparse_step is {step!r:.80} and {key} is {dense!r:.80}"
-    elif key == "first_k_dense_replace" and key in text:
+    elif key in ("first_k_dense_replace", "num_dense_layers") and key in text:
+        if text.get("mlp_layer_types") is not None:
+            return
         if stated is None:
             yield f"{key} is null, expected a whole number"
             return
@@ -204,90 +227,19 @@ def _layer_faults(architecture: Architecture, tensors: Mapping[str, TensorInfo])
             yield f"the config has {layers} layers, but the tensors have a layer {layer}"
 
 
-@dataclass(frozen=True)
-class _Heads:
-    """The attention sizes that a config states."""
-
-    query: int
-    key_value: int
-    dim: int
-
-    @classmethod
-    def of(cls, text: Mapping[str, Any], hidden: int | None) -> _Heads | None:
-        heads = _first(text, _HEADS)
-        if not heads or not hidden:
-            return None
-        dim, key_value = _first(text, _HEAD_DIM), _first(text, _KEY_VALUE_HEADS)
-        return cls(
-            query=heads,
-            key_value=heads if key_value is None else key_value,
-            dim=hidden // heads if dim is None else dim,
-        )
-
-    def sizes(self, text: Mapping[str, Any]) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return the axis and the possible sizes of each projection that heads determine."""
-        if text.get("kv_lora_rank") is None:
-            queries, keys = self.query * self.dim, self.key_value * self.dim
-            return {
-                "q_proj": (0, (queries, 2 * queries)),  # twice: with an output gate
-                "k_proj": (0, (keys,)),
-                "v_proj": (0, (keys,)),
-                "o_proj": (1, (queries,)),
-            }
-        query_rank = text.get("q_lora_rank")
-        rank, rope = text["kv_lora_rank"], text.get("qk_rope_head_dim") or 0
-        nope, value = text.get("qk_nope_head_dim") or 0, text.get("v_head_dim") or 0
-        queries, gates = self.query * (nope + rope), self.query * value
-        return {
-            "q_proj": (0, (queries,)),
-            "q_a_proj": (0, () if query_rank is None else (query_rank,)),
-            "q_b_proj": (0, (queries, queries + gates)),
-            "kv_b_proj": (0, (self.query * (nope + value),)),
-            "kv_a_proj_with_mqa": (0, (rank + rope,)),
-            "o_proj": (1, (gates,)),
-        }
+def _bias_faults(architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Yield a fault if the config states biases that are not stored."""
+    for key, (pattern, what) in _BIASES.items():
+        if architecture.text_config.get(key) is True and not any(map(pattern.search, tensors)):
+            yield f"{key} is true, but no {what} has a bias"
 
 
-def _attention_faults(
-    architecture: Architecture, tensors: Mapping[str, TensorInfo]
-) -> Iterator[str]:
-    text, family = architecture.text_config, architecture.family
-    uneven = family is not None and family.model_type in _OTHER_HEAD_FAMILIES
-    if uneven or any(_OTHER_HEAD_SIZES.search(key) for key in text):
-        return
-    others = [name for name in tensors if architecture.role(name) is not Role.EXPERT]
-    if text.get("attention_bias") and not any(map(_ATTENTION_BIAS.search, others)):
-        yield "attention_bias is true, but no projection of the attention has a bias"
-    recurrent = {architecture.layer_of(name) for name in others if _RECURRENT.search(name)}
-    heads = _Heads.of(text, architecture.hidden_size)
-    sizes = {} if heads is None else heads.sizes(text)
-    for name in others:
-        layer, header = architecture.layer_of(name), tensors[name]
-        if layer is None or layer in recurrent or len(header.shape) != 2:
-            continue
-        found = _PROJECTION.search(architecture.key(name))
-        if found is None:
-            continue
-        if heads is None:
-            if text is architecture.config:
-                yield f"the number of attention heads ({_HEADS[0]}) is missing"
-            return
-        yield from _query_rank_fault(text, found[1], name)
-        axis, expected = sizes.get(found[1], (0, ()))
-        if expected and header.shape[axis] not in expected:
-            yield (
-                f"{heads.query} attention heads, {heads.key_value} key-value heads and a head "
-                f"dimension of {heads.dim} make {expected[0]} {'columns' if axis else 'rows'}, but "
-                f"{name} has {header.shape[axis]}"
-            )
-
-
-def _query_rank_fault(text: Mapping[str, Any], projection: str, name: str) -> Iterator[str]:
-    """Yield a fault if `q_lora_rank` is null and queries are projected in two steps, or not."""
-    if projection in ("q_a_proj", "q_proj") and {"kv_lora_rank", "q_lora_rank"} <= text.keys():
-        rank = text["q_lora_rank"]
-        if (projection == "q_a_proj") == (rank is None):
-            yield f"q_lora_rank is {rank!r:.80}, but there is {name}"
+def _missing_heads(architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Yield a fault if a model with attention states no number of heads."""
+    text = architecture.text_config
+    unknown = text is architecture.config and not first_integer(text, QUERY_HEADS)
+    if unknown and any(map(ATTENTION.search, tensors)):
+        yield f"the number of attention heads ({QUERY_HEADS[0]}) is missing"
 
 
 def _width_faults(architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
@@ -329,7 +281,7 @@ def _shared_fault(architecture: Architecture, name: str, found: int) -> Iterator
     if "moe_shared_expert_intermediate_size" in text:
         return  # families differ in whether the number of experts multiplies it
     key = next((key for key in (*_SHARED_WIDTHS, *_SHARED_COUNTS) if key in text), None)
-    each = _first(text, _EXPERT_WIDTHS[:1])
+    each = first_integer(text, ("moe_intermediate_size", "intermediate_size"))
     stated = text[key] if key else None
     if key is None or isinstance(stated, list) or (key in _SHARED_COUNTS and each is None):
         return
@@ -354,8 +306,3 @@ def _structure(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[st
             yield from _structure(value, f"{before}{name}.")
         elif value is not None and not isinstance(value, list) and _STRUCTURE.search(name):
             yield before + name, value
-
-
-def _first(text: Mapping[str, Any], paths: Iterable[str]) -> int | None:
-    values = (look_up(text, path) for path in paths)
-    return next((value for value in values if isinstance(value, int)), None)

@@ -37,6 +37,13 @@ ROPE_TYPES: Final = names("default linear dynamic yarn longrope llama3 proportio
 ENCODER_ROPE_TYPES: Final = frozenset({"axial", "mrope"})
 SCALED_ROPE_TYPES: Final = frozenset({"linear", "dynamic", "yarn", "llama3"})
 
+_ROPE_NUMBERS: Final = (
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+)
+
 # The types that transformers accepts, by model type and key; made by tools/config_types.py.
 TYPES_FILE: Final = Path(__file__).with_name("config_types.json")
 _WORDS: Final[Mapping[str, str]] = {
@@ -88,11 +95,11 @@ _SKIPPED: Final = frozenset({"quantization_config", "task_specific_params", "aut
 
 def value_faults(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each value that transformers cannot use; `text` is the text section."""
-    for name, value, section in _values(config):
+    for name, value, section, kind in _values(config):
         for expected in (
             _expected_type(name, value, section),
             _expected_name(name, value),
-            _expected_by_class(name, value, section),
+            _expected_by_class(name, value, kind),
         ):
             if expected is not None:
                 yield f"{name} is {value!r:.80}, expected {expected}"
@@ -101,14 +108,17 @@ def value_faults(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator
     yield from _token_faults(text)
 
 
-def _values(section: Mapping[str, Any]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Yield every key and value at any depth, with the section that holds it."""
+def _values(
+    section: Mapping[str, Any], outer: str = ""
+) -> Iterator[tuple[str, Any, Mapping[str, Any], str]]:
+    """Yield every key and value at any depth, with the section that holds it and its type."""
+    kind = section.get("model_type") or outer
     for name, value in section.items():
         if name in _SKIPPED:
             continue
-        yield name, value, section
+        yield name, value, section, str(kind)
         if isinstance(value, Mapping):
-            yield from _values(value)
+            yield from _values(value, f"{kind}.{name}")
 
 
 Test = Callable[[Any], bool]
@@ -174,15 +184,19 @@ def _expected_type(name: str, value: object, section: Mapping[str, Any]) -> str 
 
 
 @cache
-def _class_types() -> dict[str, dict[str, str]]:
+def _types() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = json.loads(TYPES_FILE.read_bytes())["types"]
     return found
 
 
-def _expected_by_class(name: str, value: object, section: Mapping[str, Any]) -> str | None:
+def class_types(kind: str | None) -> dict[str, str]:
+    """Return the types that the config class of a model type accepts, by key."""
+    return _types().get(kind or "", {})
+
+
+def _expected_by_class(name: str, value: object, kind: str) -> str | None:
     """Return what was expected if the config class of transformers has another type."""
-    model_type = section.get("model_type")
-    known = _class_types().get(model_type, {}) if isinstance(model_type, str) else {}
+    known = class_types(kind)
     if name == "head_dim" and value is None and known and name not in known:
         return "a whole number, or no such key"  # the model code reads null as its size
     kinds = known.get(name, "").split("|")
@@ -212,9 +226,12 @@ def _expected_name(name: str, value: object) -> str | None:
 
 def _rope_faults(name: str, rope: Mapping[str, Any], inside_text: bool) -> Iterator[str]:
     """Check one set of rotary parameters, or one for each layer type."""
-    if rope and all(isinstance(value, Mapping) or value is None for value in rope.values()):
+    if any(isinstance(value, Mapping) for value in rope.values()):
         for kind, inner in rope.items():
-            yield from _rope_faults(f"{name}.{kind}", inner or {}, inside_text)
+            if isinstance(inner, Mapping):
+                yield from _rope_faults(f"{name}.{kind}", inner, inside_text)
+            elif inner is not None:
+                yield f"{name}.{kind} is {inner!r:.80}, expected a mapping of rotary parameters"
         return
     kind = rope.get("rope_type", rope.get("type", "default"))
     known = ROPE_TYPES if inside_text else ROPE_TYPES | ENCODER_ROPE_TYPES
@@ -226,6 +243,10 @@ def _rope_faults(name: str, rope: Mapping[str, Any], inside_text: bool) -> Itera
     factor = rope.get("factor")
     if kind in SCALED_ROPE_TYPES and not _is_positive(factor):
         yield f"{name}: factor is {factor!r:.80}, expected a positive finite number"
+    for key in _ROPE_NUMBERS:
+        value = rope.get(key)
+        if value is not None and not (_is_number(value) and value >= 0):
+            yield f"{name}: {key} is {value!r:.80}, expected a finite number of at least 0"
 
 
 def _token_faults(text: Mapping[str, Any]) -> Iterator[str]:
