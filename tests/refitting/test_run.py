@@ -19,7 +19,8 @@ from moemerge.errors import (
     UsageError,
 )
 from moemerge.features import settings as streaming
-from moemerge.refitting import loop
+from moemerge.refitting import layer as fitting
+from moemerge.refitting import least_squares, loop
 from refitting.cases import make_case
 from refitting.test_maths import SMALL, assert_sums_of_bfloat16_values
 
@@ -208,7 +209,36 @@ def test_a_resumed_run_ends_with_the_same_bytes(
     assert calibrating.weights(out) == calibrating.weights(refitted[0])
     assert calibrating.leftovers(out) == []
     whole = json.loads((refitted[0] / "moemerge_report.json").read_text())["refit"]["layers"]
-    assert [layer["maps"] for layer in report.layers] == [layer["maps"] for layer in whole]
+    assert [row["maps"] for row in report.layers] == [row["maps"] for row in whole]
+
+
+def test_resumed_searches_begin_alike_though_a_ridge_was_raised(
+    case, killed_after, monkeypatch, tmp_path
+):
+    class Raised(least_squares.Factor):
+        def __init__(self, gram, ridge):
+            super().__init__(gram, ridge)
+            self.ridge *= 10  # the report has only this one
+
+    begun, choose = [], least_squares.choose_ridge
+
+    def heard(problems, start, *others):
+        begun.append(start)
+        return choose(problems, start, *others)
+
+    monkeypatch.setattr(fitting, "Factor", Raised)
+    monkeypatch.setattr(least_squares, "choose_ridge", heard)
+    case.refit(tmp_path / "whole", ridge="auto")
+    whole, finish = begun[:], loop.RefitLoop._finish_layer
+    begun.clear()
+    killed_after(1)
+    with pytest.raises(Killed):
+        case.refit(tmp_path / "out", ridge="auto")
+    monkeypatch.setattr(loop.RefitLoop, "_finish_layer", finish)
+    case.refit(tmp_path / "out", ridge="auto")
+    second = len(whole) // 2  # of two layers
+    assert begun[-second:] == whole[-second:]
+    assert calibrating.weights(tmp_path / "out") == calibrating.weights(tmp_path / "whole")
 
 
 # --- parked elsewhere ---------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -78,10 +78,7 @@ class RefitLoop:
         self._calls = LayerCalls(layers)
 
     def resume(self) -> dict[str, Callable[[], Tensor]]:
-        """Return the new tensors of the layers that a killed run had finished.
-
-        The search for λ or the rate starts where that run would have started it.
-        """
+        """Return the new tensors of the layers that a killed run had finished."""
         tensors: dict[str, Callable[[], Tensor]] = {}
         for layer in self.plan.layers:
             if not layer.pauses:
@@ -90,16 +87,22 @@ class RefitLoop:
             if entry is None:
                 break
             tensors.update({n: partial(entry.tensors.__getitem__, n) for n in entry.tensors})
-            maps = entry.row["maps"]
             self._refuse_if_strict(entry.row)
-            self.ridge.last.update({kind_of(m): m["ridge"] for m in maps if "ridge" in m})
-            if self.training is not None:
-                self.training.rate = maps[0]["rate"]
+            self._search_from(entry.row["maps"])
             self._done_before.add(layer.number)
         if self._done_before:
             finished = len(self._done_before)
             self.context.progress.note(f"a killed run is continued: {finished} layers are finished")
         return tensors
+
+    def _search_from(self, maps: Sequence[Row]) -> None:
+        """Begin the next searches for λ or the rate at those of a finished layer's report.
+
+        A resumed run has nothing else, and a reported λ may be larger than the chosen one.
+        """
+        self.ridge.last.update({kind_of(m): m["ridge"] for m in maps if "ridge" in m})
+        if self.training is not None:
+            self.training.rate = maps[0]["rate"]
 
     def run(self) -> None:
         merged = self.streams.merged.stream
@@ -232,6 +235,7 @@ class RefitLoop:
             drift(lambda batch: merged[id(batch)].left),
             fitter.notices,
         )
+        self._search_from(row["maps"])
         self._add(f"layer {fitter.plan.number}", self._stored_tensors(fitter.plan), row)
         self._log_times(fitter.plan.number)
 
