@@ -346,7 +346,26 @@ def test_what_the_system_lacks_is_named():
     """In the sentence of the last resort, where nothing nearer has said so."""
     too_many = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     for error, what in ((too_many, "(ulimit -n)"), (MemoryError(), "the memory was not enough")):
-        sentence = cli._unforeseen(error)
+        sentence, code = cli._unforeseen(error)
         assert what in sentence
+        assert code == 1
         log = re.search(r"and (\S+) has details", sentence)
         Path(log[1]).unlink()
+
+
+GONE = "error: the current folder was removed; change to another one\n"
+FULL = "error: stdout or a temporary file cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "error"),
+    [("exec 1>&-", 0, ""), ("exec 2>&-", 0, ""), ("exec 0>&- 1>&- 2>&-", 0, ""),
+     ("exec 1>/dev/full", 3, FULL), ("cd gone; rmdir ../gone", 3, GONE)],
+)  # fmt: skip
+def test_streams_that_are_closed_or_full_and_a_folder_that_is_gone(before, code, error, tmp_path):
+    (tmp_path / "gone").mkdir()
+    command = f"{before}; {sys.executable} -m moemerge ls methods"
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (code, error)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
 UNFORESEEN = 1  # the exit code after an unexpected error
+UNUSABLE = 3  # the exit code if a file or folder cannot be used
 NOTHING_LEFT = "interrupted; nothing was left behind by this run"
 TERMINATED = 143  # the exit code after SIGTERM
 
@@ -35,6 +36,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, _note)
     global asked, _process
     _process = os.getpid()
+    _replace_closed_streams()
     asked = next(iter(sys.argv[1:]), "")
     code: object = 0
     try:
@@ -42,6 +44,7 @@ def main() -> None:
         from moemerge.cli.console import use_any_encoding
         from moemerge.runtime.process import configure_process, limit_kernel_cache
 
+        _require_current_folder()
         use_any_encoding()
         configure_process()
         limit_kernel_cache()
@@ -52,38 +55,65 @@ def main() -> None:
         sys.stderr.write(f"error: {NOTHING_LEFT}\n")
         code = INTERRUPTED
     except BaseException as error:
-        sys.stderr.write("error: interrupted\n" if _pressed else f"error: {_unforeseen(error)}\n")
-        code = INTERRUPTED if _pressed else UNFORESEEN
+        what, code = ("interrupted", INTERRUPTED) if _pressed else _unforeseen(error)
+        sys.stderr.write(f"error: {what}\n")
     for number in (signal.SIGINT, signal.SIGTERM):  # the command is over
         signal.signal(number, signal.SIG_IGN)
     if code == INTERRUPTED and _pressed == signal.SIGTERM:
         code = TERMINATED
-    sys.stdout.flush()
-    sys.stderr.flush()
+    from contextlib import suppress
+
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # reported when it was written to
+            stream.flush()
     # Every file is closed by now. Unloading torch would take another half second.
     os._exit(code if isinstance(code, int) else 0)
 
 
-def _unforeseen(error: BaseException) -> str:
-    """Return one sentence about an unexpected error and write the traceback to a log file."""
+def _replace_closed_streams() -> None:
+    """Let streams that the caller closed (`>&-`) discard what is written."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # In this order each gets its own file descriptor, the lowest one that is free.
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _require_current_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        sys.stderr.write("error: the current folder was removed; change to another one\n")
+        raise SystemExit(UNUSABLE) from None
+
+
+def _unforeseen(error: BaseException) -> tuple[str, int]:
+    """Return a message about an unexpected error, and the exit code.
+
+    Unless the machine explains the error, the traceback is written to a log file.
+    """
     import errno
     import tempfile
     import traceback
 
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return f"stdout or a temporary file cannot be written: {os.strerror(number)}", UNUSABLE
     if isinstance(error, MemoryError):
         what = "the memory was not enough"
-    elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+    elif number in (errno.EMFILE, errno.ENFILE):
         what = "more files had to be open than the system allows (ulimit -n)"
     else:
         what = f"this should not have happened ({type(error).__name__})"
+    left = "no incomplete output was left behind"
     try:
-        number, name = tempfile.mkstemp(prefix="moemerge-error-", suffix=".log")
-        with open(number, "w", encoding="utf-8", errors="backslashreplace") as log:
+        file, name = tempfile.mkstemp(prefix="moemerge-error-", suffix=".log")
+        with open(file, "w", encoding="utf-8", errors="backslashreplace") as log:
             log.write(f"moemerge {sys.argv[1:]}\n\n")
             log.write("".join(traceback.format_exception(error)))
     except OSError:
-        return f"{what}, and no log of it could be written; no incomplete output was left behind"
-    return f"{what}; no incomplete output was left behind, and {name} has details: please report it"
+        return f"{what}, and no log of it could be written; {left}", UNFORESEEN
+    return f"{what}; {left}, and {name} has details: please report it", UNFORESEEN
 
 
 def _note(number: int, frame: FrameType | None) -> None:
