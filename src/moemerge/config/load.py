@@ -89,6 +89,11 @@ class LoadedConfig:
         """Return a text with the names of earlier stages in place of their temporary folders."""
         return text if self.earlier is None else text.replace(self.earlier.prefix, "")
 
+    @property
+    def repair(self) -> RequestedRepair | None:
+        """The last repair, or None if the config requests none."""
+        return self.repairs[-1] if self.repairs else None
+
     def existing(self, data: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         """Return `data` without the text that is still to be generated."""
         made = {file for file in self.texts if not os.path.exists(file)}

@@ -239,6 +239,9 @@ class Counts:
     def right(self) -> int:
         return self.grades.get("right", 0)
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
 
 def count_answers(answers: Iterable[Answer]) -> Counts:
     answers = list(answers)

@@ -65,7 +65,8 @@ class FigureWords:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls(**{**data, "quantity": Quantity(data["quantity"])})
+        known = {f.name: data[f.name] for f in fields(FigureWords) if f.name in data}
+        return cls(**{**known, "quantity": Quantity(data["quantity"])})
 
 
 # --- numbers ------------------------------------------------------------------------------------

@@ -4,9 +4,8 @@ from moemerge.routing.curvature import DomainCurvature, RouterCurvature
 from moemerge.routing.exact import ExactResult, ExactSettings, minimise_divergence
 from moemerge.routing.figures import Measured
 from moemerge.routing.gates import Curvature
-from moemerge.routing.measure import measure_routers
+from moemerge.routing.measure import RouterProblem, measure_routers
 from moemerge.routing.preconditioners import Preconditioner
-from moemerge.routing.problem import RouterProblem
 from moemerge.routing.products import DomainFeatures
 from moemerge.routing.solve import RouterSolution, SolveSettings, solve_router
 
