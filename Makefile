@@ -68,14 +68,15 @@ EXECUTIONS ?= 10000000
 fuzz-parsers: $(STAMP)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.fuzz_parsers --count $(EXECUTIONS) --seed $(SEED)
 
-# Every call that writes fails in turn, every verb is killed, and the power fails (needs strace): the
-# tables of docs/reliability.md.
+# Every call that writes fails in turn, every verb is killed, the power fails (needs strace), and
+# streams are closed: the tables of docs/reliability.md.
 KILLS ?= 160
 faults: $(STAMP)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.run
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.kills --count $(KILLS)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.limits
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.power_loss
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.environments
 
 # Branch coverage of src by the fast tests, the least covered files first; half an hour.
 coverage: $(STAMP)
