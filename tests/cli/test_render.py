@@ -360,7 +360,8 @@ FULL = "error: stdout or a temporary file cannot be written: No space left on de
 @pytest.mark.parametrize(
     ("before", "code", "error"),
     [("exec 1>&-", 0, ""), ("exec 2>&-", 0, ""), ("exec 0>&- 1>&- 2>&-", 0, ""),
-     ("exec 1>/dev/full", 3, FULL), ("cd gone; rmdir ../gone", 3, GONE)],
+     ("exec 1>/dev/full", 3, FULL), ("exec 1>/dev/full 2>&1", 3, ""),
+     ("cd gone; rmdir ../gone", 3, GONE)],
 )  # fmt: skip
 def test_streams_that_are_closed_or_full_and_a_folder_that_is_gone(before, code, error, tmp_path):
     (tmp_path / "gone").mkdir()

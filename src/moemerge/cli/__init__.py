@@ -39,6 +39,7 @@ def main() -> None:
     _replace_closed_streams()
     asked = next(iter(sys.argv[1:]), "")
     code: object = 0
+    problem = ""
     try:
         from moemerge.cli.app import app
         from moemerge.cli.console import use_any_encoding
@@ -52,17 +53,17 @@ def main() -> None:
     except SystemExit as end:
         code = end.code
     except KeyboardInterrupt:  # before the command starts; `app` handles later ones
-        sys.stderr.write(f"error: {NOTHING_LEFT}\n")
-        code = INTERRUPTED
+        problem, code = NOTHING_LEFT, INTERRUPTED
     except BaseException as error:
-        what, code = ("interrupted", INTERRUPTED) if _pressed else _unforeseen(error)
-        sys.stderr.write(f"error: {what}\n")
+        problem, code = ("interrupted", INTERRUPTED) if _pressed else _unforeseen(error)
     for number in (signal.SIGINT, signal.SIGTERM):  # the command is over
         signal.signal(number, signal.SIG_IGN)
     if code == INTERRUPTED and _pressed == signal.SIGTERM:
         code = TERMINATED
     from contextlib import suppress
 
+    with suppress(OSError):  # stderr is full
+        sys.stderr.write(f"error: {problem}\n" if problem else "")
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # reported when it was written to
             stream.flush()

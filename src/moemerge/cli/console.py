@@ -12,7 +12,7 @@ import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -89,9 +89,17 @@ class _Stdout(_Plain):
         raise SystemExit(0)
 
 
+class _Stderr(_Plain):
+    """Drop notes that cannot be written: a full stderr must not end a job."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with suppress(OSError):
+            super().print(*objects, **options)
+
+
 # Without emoji: `:b:` in a path or a token would be replaced, even in JSON.
 out = _Stdout(highlight=False, emoji=False)
-err = _Plain(stderr=True, highlight=False, emoji=False)
+err = _Stderr(stderr=True, highlight=False, emoji=False)
 
 # Replacements for characters that the terminal's encoding cannot represent.
 SUBSTITUTES = {
