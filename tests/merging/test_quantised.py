@@ -136,6 +136,14 @@ def test_a_merge_is_written_as_its_inputs_were(published, tmp_path, kind):
     assert told["tensors"] == len(written.quantisation.units)
 
 
+def test_the_error_of_weights_whose_squares_overflow(published, tmp_path):
+    folders = [shutil.copytree(q, tmp_path / q.name) for _, q in published("fp8 a row")]
+    with zoo.edited(folders[0]) as tensors:
+        next(t for name, t in tensors.items() if name.endswith("weight_scale")).mul_(1e25)
+    (told,) = same(*folders, out=tmp_path / "out")["requantised"].values()
+    assert 0 < told["relative_error"] < MOST["fp8"]
+
+
 @pytest.mark.parametrize(
     "kind",
     ["deepseek fp8", "qwen fp8", "gpt-oss mxfp4", "kimi int4", "fp8 a row", "llama4 fp8 a row"],
