@@ -320,3 +320,9 @@ _ERRORS: Final[Mapping[tuple[Codes, int | None, int | None, ScaleRule], float]] 
     (PACKED_INT4, 1, 32, symmetric): 0.0949,
     (PACKED_INT4, 1, 128, symmetric): 0.1112,
 }
+
+
+def squares(values: Tensor) -> Tensor:
+    """Return the squares of float32 values, in float64 if they would overflow."""
+    found = values.square()
+    return found if bool(found.isfinite().all()) else values.double().square()

@@ -12,6 +12,7 @@ from moemerge.checkpoint.quantised.scheme import (
     ScaleBlocks,
     ScaleGrid,
     Scheme,
+    squares,
 )
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
@@ -317,15 +318,15 @@ class _Matrix:
         wanted = blocks.gather(values)
         grid = self.grid(start, start + len(values))
         codes, read = scheme.encode(wanted, grid, info.dtype.torch)
-        error = _squares(read.to(torch.float32) - wanted).sum(dim=-1)
+        error = squares(read.to(torch.float32) - wanted).sum(dim=-1)
         fitted = scheme.fitted(self._times_factor(wanted, inverse=True))
         fitted = ScaleGrid(self._times_factor(fitted.scale), fitted.zero)
         other, read = scheme.encode(wanted, fitted, info.dtype.torch)
-        others_error = _squares(read.to(torch.float32) - wanted).sum(dim=-1)
+        others_error = squares(read.to(torch.float32) - wanted).sum(dim=-1)
         better = others_error < error  # (down, across)
         codes = torch.where(better[:, :, None], other, codes)
         rounding.error += float(torch.where(better, others_error, error).sum(dtype=torch.float64))
-        rounding.size += float(_squares(wanted).sum(dtype=torch.float64))
+        rounding.size += float(squares(wanted).sum(dtype=torch.float64))
         flat = blocks.scatter(codes, len(values))
         if place is not None:
             flat = torch.empty_like(flat).index_copy_(1, place, flat)
@@ -444,9 +445,3 @@ def quantised(
             hint=DAMAGED_HINT,
         )
     return info
-
-
-def _squares(values: Tensor) -> Tensor:
-    """Return the squares of float32 values, in float64 if they would overflow."""
-    squares = values.square()
-    return squares if bool(squares.isfinite().all()) else values.double().square()
