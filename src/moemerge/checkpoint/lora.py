@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CACHED: Final = 8  # tensors of the adapter in memory: a stack reads them once per expert
 # Every version of PEFT reads stacks of these families as (experts, in, out).
-TRANSPOSED_STACKS: Final = frozenset({"gpt_oss", "aria", "aria_text", "openai_privacy_filter"})
+TRANSPOSED_STACKS: Final = ("gpt_oss", "aria", "aria_text", "openai_privacy_filter")
 
 # A stacked parameter, and the names of its matrices if experts are stored separately.
 _SPLITS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {

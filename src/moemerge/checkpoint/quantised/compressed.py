@@ -40,9 +40,13 @@ from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import Dtype
 
-READABLE: Final = frozenset(
-    {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
-    | {"nvfp4-pack-quantized"}
+READABLE: Final = (
+    "float-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "pack-quantized",
+    "mixed-precision",
+    "nvfp4-pack-quantized",
 )
 _PACKED: Final = {4: PACKED_INT4, 8: PACKED_INT8}
 _PLAIN: Final = {Dtype.FLOAT8_E4M3FN: ("float", E4M3), Dtype.INT8: ("int", INT8)}

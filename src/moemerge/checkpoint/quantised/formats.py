@@ -80,7 +80,7 @@ def _scheme(codes: Dtype, scales: Dtype, block: tuple[int, int] | None, *, power
 
 
 FILE: Final = "hf_quant_config.json"
-READABLE: Final = frozenset({"NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION"})
+READABLE: Final = ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")
 _CODES: Final = (Dtype.UINT8, Dtype.FLOAT8_E4M3FN)
 
 

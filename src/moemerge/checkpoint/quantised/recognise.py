@@ -150,7 +150,7 @@ def _require_no_strays(used: frozenset[str], headers: Iterable[str]) -> None:
 
 # compressed-tensors quantises only matrices, so it stores three per expert of Llama-4. transformers
 # has stacks (experts, in, out) with gate and up concatenated.
-_STACKING: Final = frozenset({"llama4", "llama4_text"})
+_STACKING: Final = ("llama4", "llama4_text")  # no set: a config's value may not be hashable
 _EXPERT: Final = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _STACKS: Final = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
@@ -203,11 +203,8 @@ def stack_experts(
 ) -> dict[str, QuantisedInfo]:
     """Return the units, with experts stacked if the model stacks them."""
     text = config.get("text_config")
-    types = {
-        config.get("model_type"),
-        text.get("model_type") if isinstance(text, Mapping) else None,
-    }
-    if not types & _STACKING:
+    sections = (config, text) if isinstance(text, Mapping) else (config,)
+    if not any(section.get("model_type") in _STACKING for section in sections):
         return dict(units)
     experts: dict[tuple[str, str], dict[int, QuantisedInfo]] = {}
     rest = {}
