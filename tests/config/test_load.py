@@ -309,6 +309,10 @@ WRONG = [
         ],
     ),
     (
+        HEAD + f"calibration:\n  data: {{math: m, code: c}}\n  seed: {2**64}\n",
+        ["line 9: calibration.seed: must be less than 4294967296, not 18446744073709551616"],
+    ),
+    (
         HEAD + "calibration:\n  data: {math: m, code: c}\n  alpha: 0.5\n  gamma: 0.1\n",
         ["line 10: calibration.gamma: alpha and gamma exclude each other: give one"],
     ),

@@ -200,6 +200,7 @@ def test_seeds_share_what_does_not_depend_on_them():
         ({"seeds": [1, 1]}, "the same seed twice"),
         ({"seeds": list(range(5000))}, "5000 seeds, at most 100"),
         ({"seeds": "1"}, "seeds"),
+        ({"seeds": [2**64]}, "seeds[0]: must be less than 4294967296"),
         (
             {
                 "sources": {"math": "org/math-{seed}", "code": "org/code"},

@@ -53,7 +53,7 @@ Share = Annotated[
     float | Literal["auto"],
     read_by(auto_or_share, Annotated[float, Field(ge=0, lt=1)] | Literal["auto"]),
 ]
-Seed = Annotated[int, Field(strict=True, ge=0)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]  # what every generator takes
 Requantize = Literal["no", "same"]
 
 # Settings of every job that runs a model on text, with one description and one default.

@@ -27,7 +27,7 @@ from moemerge.config.fields import (
 from moemerge.config.models import ModelRef
 from moemerge.config.repairs import Repair, RepairBlock
 from moemerge.config.schema import REPAIRS, with_repairs
-from moemerge.config.settings import DEVICE, DeviceField, Flag
+from moemerge.config.settings import DEVICE, DeviceField, Flag, Seed
 from moemerge.data.settings import NamedTexts, Text
 from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.evaluation.settings import PERPLEXITY, EvaluationSettings
@@ -199,7 +199,7 @@ class StudyConfig(Strict):
     sources: Annotated[dict[str, SourceField], NotEmpty] = Field(
         description="models to merge, by the names of their domains"
     )
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+    seeds: tuple[Seed, ...] = Field(
         (), description="repeat everything for each of these: {seed} in the file stands for it"
     )
     data: NamedTexts | None = Field(
