@@ -114,6 +114,12 @@ def test_a_hopeless_rate_keeps_the_merged_weights(case, tmp_path):
     assert "merged weights are kept" in report.notices[-1]
 
 
+def test_a_step_reads_no_row_twice(case, tmp_path):
+    reports = [distill(case, tmp_path / f"{n}", batch=n, steps=1) for n in (1000, 2**64)]
+    losses = [report.to_json()["held_out"] for report in reports]
+    assert losses[0] == losses[1] != distill(case, tmp_path / "8", steps=1).to_json()["held_out"]
+
+
 def test_held_out_rows_choose_the_rate(case, tmp_path):
     report = distill(case, tmp_path / "out", learning_rate="auto", steps=8)
 

@@ -7,6 +7,7 @@ choose the learning rate, the step whose weights are kept, and when to stop.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import zlib
@@ -194,7 +195,7 @@ class Trainer:
         """Return which rows of a domain step `step` reads: each epoch in another order."""
         total = sum(len(one.domain.rows) for one in self.teachers.values())
         count = len(rows.domain.rows)
-        share = max(1, round(self.settings.batch * count / total))
+        share = min(count, max(1, round(self.settings.batch * count / total)))
         taken = []
         for at in range(step * share, (step + 1) * share):
             epoch, place = divmod(at, count)
@@ -288,6 +289,7 @@ class Trainer:
         return result if math.isfinite(result) else math.inf
 
 
+@functools.lru_cache(maxsize=64)  # a step asks for every row's place
 def _order(seed: int, name: str, epoch: int, count: int) -> list[int]:
     """Return the order in which an epoch reads a domain's rows."""
     order = list(range(count))
