@@ -148,7 +148,7 @@ def test_a_model_type_that_is_no_name(nested, value, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (config.setdefault("text_config", {}) if nested else config)["model_type"] = value
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(MoeMergeError, match="model_type is .*, expected a name"):
+    with pytest.raises(MoeMergeError, match=r"model_type is .*, expected a name"):
         moemerge.inspect(tmp_path)
 
 
