@@ -90,7 +90,7 @@ def run_tests(python: Path, jobs: int, log: Path) -> tuple[str, list[str]]:
     lines = done.stdout.splitlines()
     failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
     summary = next((line for line in reversed(lines) if " passed" in line), "no summary")
-    return summary.strip("= "), failed
+    return summary.strip("= ").partition(" in ")[0], failed
 
 
 def render(results: dict[str, Any]) -> str:
