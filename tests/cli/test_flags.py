@@ -84,7 +84,9 @@ def test_wrong_values_are_named_by_their_flags():
     with pytest.raises(ConfigError) as caught:
         outcome("--data", "a=b", "--mode", "twoo", "--ridge", "-1")
     assert "--mode: must be one of one, two, not 'twoo', did you mean 'two'?" in str(caught.value)
-    assert "--ridge: expected auto, or a number above 0, not -1" in str(caught.value)
+    assert "--ridge: expected auto, or a number above 0 and at most 1e+30, not -1" in str(
+        caught.value
+    )
     with pytest.raises(UsageError, match="expected NAME=VALUE"):
         outcome("--data", "a")
 

@@ -200,6 +200,9 @@ def test_the_resolved_config_repeats_the_run(case, distilled, tmp_path):
 def test_what_is_refused(case, tmp_path):
     with pytest.raises(ConfigError, match="held-out rows choose the learning rate"):
         distill(case, tmp_path / "out", holdout=0, learning_rate="auto")
+    for rate in (1e300, 10**400):
+        with pytest.raises(ConfigError, match="learning_rate: expected auto, or .* at most 1e"):
+            distill(case, tmp_path / "out", learning_rate=rate)
     with pytest.raises(ConfigError, match="steps"):
         distill(case, tmp_path / "out", steps=0)
     with pytest.raises(UsageError, match="no data"):

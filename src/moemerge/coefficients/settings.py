@@ -6,12 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moemerge.config.fields import Fraction, PositiveInt
+from moemerge.config.fields import Fraction, Positive, PositiveInt
 from moemerge.config.settings import ForwardKeywords, ForwardSettings
 
 CoefficientMethod = Literal["acm", "sens", "neuron", "adamerging", "expertmerging"]
 FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
-PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class CoefficientSettings(ForwardSettings):
@@ -19,22 +18,22 @@ class CoefficientSettings(ForwardSettings):
 
     common = "rows"
 
-    sharpness: PositiveNumber = Field(
+    sharpness: Positive = Field(
         1.0, description="acm: how fast a coefficient falls as a layer stays what it was"
     )
-    temperature: PositiveNumber = Field(
+    temperature: Positive = Field(
         0.1, description="sens: of the softmax over models; the higher, the more alike"
     )
     own: FiniteNumber = Field(
         1.0, description="neuron: how much of a model its own domain's neurons take"
     )
     other: FiniteNumber = Field(0.0, description="neuron: how much they take of every other model")
-    specific: PositiveNumber = Field(
+    specific: Positive = Field(
         2.0,
         description="neuron: times more active in its domain than in the others a neuron must be",
     )
     steps: PositiveInt = Field(500, description="adamerging, expertmerging: steps of Adam")
-    lr: PositiveNumber = Field(1e-3, description="adamerging, expertmerging: step size")
+    lr: Positive = Field(1e-3, description="adamerging, expertmerging: step size")
     start: Fraction = Field(
         0.3, description="adamerging, expertmerging: every coefficient at the start"
     )

@@ -38,6 +38,7 @@ from moemerge.errors import ConfigError, UsageError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.dtypes import FLOAT_NAMES
 
+LARGEST: Final = 1e30  # a number above it would overflow float32 in the first step
 LAYER_FORMS: Final = "all, last:4, 8-15, 3 or 0,2,5-7"
 _LAST: Final = re.compile(r"last:([0-9]+)")
 _RANGE: Final = re.compile(r"([0-9]+)(?:-([0-9]+))?")
@@ -300,9 +301,11 @@ def auto_or_positive(raw: object) -> float | Literal["auto"]:
     """Read `auto`, or a number above zero."""
     if raw == "auto":
         return "auto"
-    if isinstance(raw, int | float) and not isinstance(raw, bool) and 0.0 < raw < float("inf"):
+    if isinstance(raw, int | float) and not isinstance(raw, bool) and 0.0 < raw <= LARGEST:
         return float(raw)
-    raise FaultsError.one(f"expected auto, or a number above 0, not {shown(raw)}")
+    raise FaultsError.one(
+        f"expected auto, or a number above 0 and at most {LARGEST:g}, not {shown(raw)}"
+    )
 
 
 ModelForm = str | dict[str, Any]
@@ -329,4 +332,5 @@ Files = Annotated[
 ]
 DataFiles = Annotated[dict[str, Files], NotEmpty]
 PositiveInt = Annotated[int, Field(strict=True, ge=1)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]

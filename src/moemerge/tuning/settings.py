@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypedDict
 
 from pydantic import Field
 
-from moemerge.config.fields import Fraction, Name, PositiveInt, Strict
+from moemerge.config.fields import Fraction, Name, Positive, PositiveInt, Strict
 from moemerge.config.settings import (
     DEVICE,
     LIMIT,
@@ -24,7 +24,6 @@ from moemerge.config.settings import (
 
 Schedule = Literal["linear", "cosine", "constant"]
 TuningDtype = Literal["auto", "float32", "bfloat16"]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 AtLeastZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 # What sources of the paper were tuned with, as far as it is known: docs/tune.md.
