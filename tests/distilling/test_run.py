@@ -201,7 +201,7 @@ def test_what_is_refused(case, tmp_path):
     with pytest.raises(ConfigError, match="held-out rows choose the learning rate"):
         distill(case, tmp_path / "out", holdout=0, learning_rate="auto")
     for rate in (1e300, 10**400):
-        with pytest.raises(ConfigError, match="learning_rate: expected auto, or .* at most 1e"):
+        with pytest.raises(ConfigError, match=r"learning_rate: expected auto, or .* at most 1e"):
             distill(case, tmp_path / "out", learning_rate=rate)
     with pytest.raises(ConfigError, match="steps"):
         distill(case, tmp_path / "out", steps=0)
