@@ -143,7 +143,7 @@ def test_a_row_is_written_once(tmp_path, second):
 )
 def test_what_was_not_declared_is_refused(tmp_path, tensor, row):
     with writer(tmp_path / "out", {"x": torch.zeros(4, 2)}) as w:
-        with pytest.raises(CheckpointError, match="came for row"):
+        with pytest.raises(CheckpointError, match="was written at row"):
             w.write("x", tensor, row)
         with pytest.raises(CheckpointError, match="'y' was not declared"):
             w.write("y", torch.zeros(1))

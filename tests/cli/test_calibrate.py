@@ -164,4 +164,4 @@ def test_an_interrupted_calibration_can_be_resumed(case, tmp_path):
     finished = len(list(journal_path(out).glob("*.json"))) - 1
     result = moemerge("calibrate", case.merged, out, *case.flags, *slow)
     assert result.exit_code == 0, result.output
-    assert f"a killed run is continued: {finished} routers are finished" in result.stderr
+    assert f"resuming a killed run: {finished} routers are finished" in result.stderr

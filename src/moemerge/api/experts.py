@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from moemerge.lockstep.report import RepairReport
     from moemerge.pruning.run import PruneReport
 
-# Settings of the repair after pruning that differ from its defaults: its router targets are the
-# original's own routing, since on the pruned model's features both routers agree.
+# Settings of a repair after pruning that differ from its defaults. Targets are the original's
+# routing on its own features: on the pruned model's features, its router and the original's agree.
 REPAIRS: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "calibrate": (CALIBRATION, {"targets": "source-features", "objective": "exact"}),
     "refit": (REFIT, {}),

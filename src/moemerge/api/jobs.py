@@ -331,7 +331,7 @@ def check_recipes(loaded: LoadedConfig) -> None:
 
 
 def make_texts(loaded: LoadedConfig, progress: Progress) -> None:
-    """Generate the text that a config has recipes for. An existing file is used unchanged."""
+    """Generate the text files that a config requests. An existing file is used unchanged."""
     for file, wanted in loaded.texts.items():
         if os.path.exists(file):
             progress.note(f"{file} is there and used as it is; without it, it is made anew")

@@ -131,7 +131,7 @@ def _merge(
     # Plan before models are run for hours. Rank 0 checks OUT.
     job = merging.plan_merge(loaded, settings, out if leads() else None)
     if not all(os.path.exists(file) for file in loaded.texts):
-        alone("making the text that a config has recipes for")
+        alone("generating the text that the config requests")
     make_texts(loaded, progress)
     ranks = SINGLE
     if asked_for() > 1:

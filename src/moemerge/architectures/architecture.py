@@ -69,7 +69,8 @@ _TEXT_SECTIONS = (
 )
 _ZERO_EXPERTS = key("zero_expert_num")  # experts that do nothing but have a logit
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
-# Lists of layer numbers. They may be as long as the model is deep without being indexed by layer.
+# Lists of layer numbers. Even one with as many entries as the model has layers is not indexed by
+# layer.
 _INDEX_LISTS = frozenset({"moe_layers", "mlp_only_layers", "ple_layer_ids", "full_attn_idxs"})
 _LEADING = ("first_k_dense_replace", "num_dense_layers")
 _PERIODS = (

@@ -251,7 +251,7 @@ class Family:
 
     @property
     def model_type(self) -> str:
-        """Return the name of the row."""
+        """Return the first model type, which names the family."""
         return self.model_types[0]
 
 

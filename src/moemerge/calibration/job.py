@@ -52,7 +52,7 @@ class CalibrationJob(RepairJob[CalibrationSettings]):
 
     @property
     def sides(self) -> dict[str, Side]:
-        """The models that are streamed; the merged one leads, with its routers in memory."""
+        """Return the streamed models, the merged one first; it keeps its routers in memory."""
         sides = {MERGED: Side(self.stored[MERGED].model)}
         if self.streams_sources:
             sides |= {name: Side(source, (name,)) for name, source in self.sources.items()}

@@ -45,7 +45,7 @@ def _compute(job: CalibrationJob, run: RepairRun) -> CalibrationReport:
         changed = [pair.info.weight for pair in routers.pairs]
         output.begin(job.key, changed, replace=job.request.replaces_unfinished)
         if output.resumed:
-            run.progress.note(f"a killed run is continued: {output.resumed} routers are finished")
+            run.progress.note(f"resuming a killed run: {output.resumed} routers are finished")
         visitor = RouterCalibrator(job, run, stopwatch)
         walk(lockstep, routers.pairs, visitor, output, job.ranks)
         report = _report(job, lockstep, output, time.perf_counter() - run.start)

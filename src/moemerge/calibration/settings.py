@@ -63,7 +63,7 @@ class CalibrationSettings(RepairSettings):
 
 
 class CalibrationKeywords(RepairKeywords, total=False):
-    """`CalibrationSettings` one by one."""
+    """The fields of `CalibrationSettings` as keywords."""
 
     alpha: float | None
     gamma: float | None

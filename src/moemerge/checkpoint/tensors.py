@@ -63,7 +63,7 @@ class TensorInfo:
         if tensor.dtype != self.dtype.torch or not (whole or block):
             raise CheckpointError(
                 f"tensor {self.name!r} is {list(self.shape)} {self.dtype}, but "
-                f"{list(tensor.shape)} {tensor.dtype} came for row {row}",
+                f"{list(tensor.shape)} {tensor.dtype} was written at row {row}",
                 hint="write the shape and dtype that were declared, or that the source has",
             )
 

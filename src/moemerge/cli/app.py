@@ -98,7 +98,7 @@ def _environment() -> list[str]:
 def moemerge(
     verbose: Annotated[
         bool,
-        typer.Option("-v", is_eager=True, help="With --version: what a bug report needs to know."),
+        typer.Option("-v", is_eager=True, help="With --version: print what a bug report needs."),
     ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, help="Print the version.")

@@ -46,7 +46,7 @@ class CoefficientSettings(ForwardSettings):
 
 
 class CoefficientKeywords(ForwardKeywords, total=False):
-    """`CoefficientSettings` one by one."""
+    """The fields of `CoefficientSettings` as keywords."""
 
     sharpness: float
     temperature: float

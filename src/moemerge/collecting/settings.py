@@ -25,7 +25,7 @@ class CollectingSettings(ForwardSettings):
 
 
 class CollectingKeywords(ForwardKeywords, total=False):
-    """`CollectingSettings` one by one."""
+    """The fields of `CollectingSettings` as keywords."""
 
     kind: StatisticsKind
 

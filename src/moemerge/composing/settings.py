@@ -62,7 +62,7 @@ class ComposeSettings(ForwardSettings):
 
 
 class ComposeKeywords(ForwardKeywords, total=False):
-    """`ComposeSettings` one by one."""
+    """The fields of `ComposeSettings` as keywords."""
 
     holdout: float | Literal["auto"]
     out_shard_size: str

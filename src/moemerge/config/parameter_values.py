@@ -227,7 +227,7 @@ Values = Mapping[str, ParameterValue]
 class Scopes:
     """The mappings in which parameters are written, from narrow to wide."""
 
-    models: tuple[Mapping[str, Values], ...]  # slice -> model's name -> what stands under it
+    models: tuple[Mapping[str, Values], ...]  # slice -> model's name -> its parameters
     slices: tuple[Values, ...]
     outer: tuple[Values, ...]  # module (where there is one), then the top
 
@@ -329,6 +329,6 @@ def _unset(spec: ParameterSpec, names: Sequence[str], model: str | None) -> Conf
     of_model = f" of model {model!r}" if model is not None else ""
     return ConfigError(
         f"no value of parameter {spec.name!r} applies to tensor {names[0]!r}{of_model}: "
-        "every filter passes it by, and the parameter has no default",
+        "no filter matches it, and the parameter has no default",
         hint=f"add a catch-all as the last entry of {spec.name}: `- value: ...`",
     )

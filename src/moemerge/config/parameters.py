@@ -105,4 +105,4 @@ class MethodSchema:
 class WrapperSchema(MethodSchema):
     """Everything that a config must know about a wrapper; its `statistics` are the base's."""
 
-    turns: bool = False  # the method inside sees other coordinates than the weights'
+    turns: bool = False  # it rotates the weights before the wrapped method sees them

@@ -44,7 +44,7 @@ class StepSettings(ForwardSettings):
 
 
 class StepKeywords(ForwardKeywords, total=False):
-    """`StepSettings` one by one."""
+    """The fields of `StepSettings` as keywords."""
 
     holdout: float | Literal["auto"]
     group: str | None
@@ -65,7 +65,7 @@ class RepairSettings(StepSettings):
 
 
 class RepairKeywords(StepKeywords, total=False):
-    """Keywords of every repair: `RepairSettings` one by one."""
+    """Keywords of every repair: the fields of `RepairSettings`."""
 
     layers: LayersForm
     strict: bool

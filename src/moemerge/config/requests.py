@@ -145,9 +145,10 @@ def _no_model(name: str, models: Iterable[str], likely: Sequence[str] = ()) -> s
 def _strays(
     given: Iterable[str], known: Collection[str], missing: list[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each name that is not known, with a message.
+    """Yield each unknown name with a message.
 
-    `missing` are known names that were not given. Those that were probably misspelt are removed.
+    `missing` are the known names that were not given. Names that a misspelt one probably means are
+    removed from it.
     """
     for name in given:
         if name not in known:

@@ -62,7 +62,7 @@ def model_names(config: RunConfig) -> dict[str, ModelRef]:
 
 
 def find_model(models: Mapping[str, ModelRef], wanted: ModelRef) -> ModelRef | None:
-    """Return the model of the merge that `wanted` refers to, by its path or by its name."""
+    """Look up one of the merge's models by path or by name; None if it has no such model."""
     if wanted in models.values():
         return wanted
     return models.get(str(wanted))

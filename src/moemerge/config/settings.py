@@ -161,7 +161,7 @@ class MergeSettings(PlanSettings):
 
 
 class MergeKeywords(TypedDict, total=False):
-    """`MergeSettings` one by one."""
+    """The fields of `MergeSettings` as keywords."""
 
     device: str
     out_shard_size: str
@@ -188,7 +188,7 @@ class OutputSettings(Strict):
 
 
 class OutputKeywords(TypedDict, total=False):
-    """`OutputSettings` one by one."""
+    """The fields of `OutputSettings` as keywords."""
 
     overwrite: bool
     resume: bool

@@ -90,7 +90,7 @@ def answered_row(request: DataRequest, answer: Answer, tokenizer: Tokenizer) -> 
 
 
 def plain_row(prompt: PromptRow, response: str | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a row of a prompt and the data set's own solution, or of a prompt alone."""
+    """Return a row with a prompt and, if there is one, the data set's solution."""
     if has_template(tokenizer):
         return conversation_row(prompt, response)
     text = contents_of(prompt.turns)

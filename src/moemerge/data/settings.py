@@ -94,7 +94,7 @@ def files_of(text: tuple[str, ...] | DataRecipe) -> tuple[str, ...]:
 
 
 class DataKeywords(GenerationKeywords, PromptKeywords, total=False):
-    """`DataSettings` one by one."""
+    """The fields of `DataSettings` as keywords."""
 
     verify: str
     keep: Keep

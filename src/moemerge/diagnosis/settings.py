@@ -43,7 +43,7 @@ class DiagnosisSettings(ForwardSettings):
 
 
 class DiagnosisKeywords(ForwardKeywords, total=False):
-    """`DiagnosisSettings` one by one."""
+    """The fields of `DiagnosisSettings` as keywords."""
 
     layers: LayersForm
     holdout: float | Literal["auto"]

@@ -139,7 +139,7 @@ def _distil(
     tried: dict[float, float] = {}
     state, optimiser = states.load(trainer)
     if state is not None:
-        progress.note(f"a killed run is continued after step {state.step}")
+        progress.note(f"resuming a killed run after step {state.step}")
     out_of_memory = errors_of("distillation", f"on {stream.device}", SAVE_MEMORY)
     with deterministic(stream.device), out_of_memory:
         if state is None and rate == "auto":

@@ -84,7 +84,7 @@ class DistillSettings(RepairSettings):
 
 
 class DistillKeywords(RepairKeywords, total=False):
-    """`DistillSettings` one by one."""
+    """The fields of `DistillSettings` as keywords."""
 
     steps: StepCount
     learning_rate: float | Literal["auto"]

@@ -61,7 +61,7 @@ class EvaluationSettings(EngineSettings):
 
 
 class EvaluationKeywords(EngineKeywords, total=False):
-    """`EvaluationSettings` one by one."""
+    """The fields of `EvaluationSettings` as keywords."""
 
     protocol: Protocol
     samples: int
@@ -95,7 +95,7 @@ class EvaluationOutputSettings(Strict):
 
 
 class EvaluationOutKeywords(EvaluationKeywords, total=False):
-    """`EvaluationSettings` and `EvaluationOutputSettings` one by one."""
+    """The fields of `EvaluationSettings` and `EvaluationOutputSettings` as keywords."""
 
     out: str | Path
     rescore: bool

@@ -87,7 +87,7 @@ class Workbench(Protocol):
     """Makes the nodes and measures the cells of one set; sent to worker processes."""
 
     def prepare(self) -> None:
-        """Do the work that all other items wait for."""
+        """Do the work that must finish before any other item starts."""
         ...
 
     def make(self, node: Any) -> Any: ...

@@ -36,7 +36,7 @@ from moemerge.tuning.settings import TuningSettings
 
 MOST_SEEDS: Final = 100
 
-BASE = "base"  # what the base is called where names of sources stand
+BASE = "base"  # the base's name among those of the sources
 Keep = Literal["models", "results"]
 FigureKind = Literal["groups", "bars", "lines", "layers", "none"]
 AVERAGE = "average"  # routers: of the merged models, averaged
@@ -252,7 +252,7 @@ class StudySettings(Strict):
 
 
 class StudyKeywords(TypedDict, total=False):
-    """`StudySettings` one by one."""
+    """The fields of `StudySettings` as keywords."""
 
     device: str
     jobs: int | None

@@ -135,7 +135,7 @@ def is_measured(cell: StudyCell, journal: CellJournal) -> bool:
 
 
 def left_to_measure(plan: StudyPlan, journal: CellJournal) -> list[StudyCell]:
-    """Return the cells that are missing in the journal or have other inputs there."""
+    """Return the cells that the journal lacks, or has measured with other inputs."""
     return [cell for cell in plan.cells.values() if not is_measured(cell, journal)]
 
 

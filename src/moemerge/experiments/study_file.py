@@ -1,8 +1,7 @@
 """Read a study file and check all of it that can be checked without knowing any method.
 
-A file may extend another: mappings are laid over the other's key by key, everything else takes its
-place. Faults name the file and line that they stand on. Relative paths start from the folder of the
-file that contains them.
+A file may extend another: mappings are merged key by key, any other value replaces the other's.
+Errors name the file and line. Relative paths start from the folder of the file that contains them.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class LayeredDocument(Document):
 
 @dataclass
 class PartDocument(Document):
-    """What stands under one place of a document, filled in where it says nothing."""
+    """One part of a document, completed with defaults; its errors name lines of the whole."""
 
     whole: Document = field(default_factory=Document)
     prefix: Path = ()
@@ -68,17 +67,17 @@ class PartDocument(Document):
 
 @dataclass(frozen=True)
 class LoadedStudy:
-    """A study without faults, but for its merges: those are checked by who knows the methods."""
+    """A checked study. Its merges are checked later, by code that knows the methods."""
 
     config: StudyConfig
-    document: Document  # as it was written: `{seed}` stands for every seed
+    document: Document  # with `{seed}` not yet replaced
 
     def at(self, seed: int) -> LoadedStudy:
-        """The same study with this seed in place of `{seed}`."""
+        """Return the study with `{seed}` replaced by this seed."""
         return _checked(self.document, seed)
 
     def merge_document(self, name: str, data: Mapping[str, Any]) -> Document:
-        """A merge with what the study fills in, as a config of its own."""
+        """Return a merge, completed with the study's defaults, as a separate config."""
         where = f"{self.document.where}, merge {name!r}"
         return PartDocument(where, data, whole=self.document, prefix=("merges", name))
 
@@ -86,7 +85,7 @@ class LoadedStudy:
 def load_study(
     source: str | FilePath | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> LoadedStudy:
-    """Read a study (a YAML file, or its content), with `overrides` laid over it."""
+    """Read a study (a YAML file, or its content) and apply `overrides`."""
     layers = _layers(source, MOST_LAYERS)
     where = layers[0].where
     if overrides:
@@ -121,7 +120,7 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def overlaid(below: Any, above: Any) -> Any:
-    """Mappings key by key, anything else as it is above; a null takes what is below away."""
+    """Merge mappings key by key; otherwise `above` replaces `below`, and null removes a key."""
     if not isinstance(below, Mapping) or not isinstance(above, Mapping):
         return above
     # In the order of the file below, which is that of its tables.
@@ -132,7 +131,7 @@ def overlaid(below: Any, above: Any) -> Any:
 
 
 def seeded(value: Any, seed: int) -> Any:
-    """With a seed in place of `{seed}` in values: a number where nothing stands beside it."""
+    """Replace `{seed}` in values by the seed, as a number if it is the whole value."""
     if value == {"seed": None}:  # what YAML reads where there are no quotes around it
         return seed
     if isinstance(value, Mapping):

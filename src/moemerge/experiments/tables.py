@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 from moemerge.experiments.settings import AS_MERGED as AS_MERGED
 
-# The first group of many tables, and labels of rows that figures and verdicts use.
+# The first group of rows in most tables, and row labels that plots and verdicts refer to.
 REFERENCE = "reference"
 AVERAGED = "routers averaged"
 HARC = "HARC"

@@ -34,7 +34,7 @@ class WorkItem:
     call: Callable[..., Any]
     args: tuple[Any, ...]
     after: tuple[str, ...] = ()
-    # called here when all items that needed it are done
+    # called in this process when all items that need this one are done
     then: Callable[[], None] | None = None
     rank: tuple[float, ...] = ()  # of two ready items, the lower one runs first
 
@@ -159,7 +159,7 @@ class _WorkerPool:
             )
         try:
             with _without_main():
-                # `then` stays here: it need not be one that another process can import.
+                # `then` is called in this process, so it need not be picklable.
                 self.running[self._pool.submit(_work, replace(item, then=None))] = item
         except BrokenProcessPool as error:  # a worker died meanwhile
             future: Future[Outcome] = Future()

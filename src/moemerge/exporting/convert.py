@@ -142,7 +142,7 @@ def _plan(model: OpenModel, layout: ExpertLayoutName) -> tuple[list[Output], lis
         raise ArchitectureError(
             f"{model.label}: transformers would not load the {layout} layout of this family "
             f"({first_few(lost)})",
-            hint="it is published in one layout only; keep it",
+            hint="models of this family have one layout only: keep it",
         )
     if not unused:
         return outputs, []

@@ -35,7 +35,7 @@ class ExtractLoraSettings(Strict):
 
 
 class ExtractLoraKeywords(TypedDict, total=False):
-    """`ExtractLoraSettings` one by one."""
+    """The fields of `ExtractLoraSettings` as keywords."""
 
     rank: int | None
     energy: float | None

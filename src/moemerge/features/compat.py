@@ -28,7 +28,7 @@ from transformers.core_model_loading import WeightRenaming as WeightRenaming
 from transformers.core_model_loading import dot_natural_key as dot_natural_key
 from transformers.core_model_loading import rename_source_key as rename_source_key
 
-# A config names the implementation of experts, from a registry that others can add to.
+# A config names one of the expert implementations registered there; other code can register more.
 from transformers.integrations import moe
 
 # --- building a model -------------------------------------------------------------------------
@@ -140,5 +140,5 @@ def has_default_gate(module: Any) -> bool:
 
 
 def use_one_gpu(arguments: Any) -> None:
-    """Keep a Trainer from using all visible GPUs, for which it has no public setting."""
+    """Restrict a Trainer to one GPU; it has no public setting for that."""
     arguments._n_gpu = min(1, arguments._n_gpu)

@@ -209,7 +209,7 @@ def body_gives(model: PreTrainedModel, owner: str, hidden: Tensor) -> Iterator[N
 
 
 class _Reached(BaseException):
-    """Ends a forward at the head. Not an Exception, so that model code cannot swallow it."""
+    """Ends a forward pass at the head. Not an Exception, so that model code cannot catch it."""
 
 
 def head_input(model: PreTrainedModel, owner: str, head: LinearHook, hidden: Tensor) -> Tensor:

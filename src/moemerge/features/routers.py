@@ -150,7 +150,7 @@ def names_outside_layers(
 ) -> tuple[str, ...]:
     """Return the parameters outside the layers, which stay in memory.
 
-    Without `whole`, only those of the layers' owner: no head.
+    Without `whole`, return only those of the module that owns the layers, not the head's.
     """
     inside = tuple(path + "." for path in anatomy.layers)
     prefix = anatomy.owner + "." if anatomy.owner and not whole else ""

@@ -284,7 +284,7 @@ def _number(config: Any, *names: str) -> int:
 
 
 def raise_forward_error(error: BaseException, where: str, memory: MemoryEstimate) -> NoReturn:
-    """Raise an error of a model's forward as one of ours; ours and interrupts unchanged."""
+    """Convert an error of a model's forward pass to ours; ours and interrupts are re-raised."""
     if isinstance(error, MoeMergeError) or not isinstance(error, Exception):
         raise error
     if is_out_of_memory(error):

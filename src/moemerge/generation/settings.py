@@ -51,7 +51,7 @@ class PromptSettings(Strict):
 
 
 class PromptKeywords(TypedDict, total=False):
-    """`PromptSettings` one by one."""
+    """The fields of `PromptSettings` as keywords."""
 
     map: str | Mapping[str, str] | dict[Column, str]
     template: str
@@ -94,7 +94,7 @@ class EngineSettings(Strict):
 
 
 class EngineKeywords(TypedDict, total=False):
-    """`EngineSettings` one by one."""
+    """The fields of `EngineSettings` as keywords."""
 
     top_p: float
     top_k: int
@@ -119,7 +119,7 @@ class GenerationSettings(EngineSettings):
 
 
 class GenerationKeywords(EngineKeywords, total=False):
-    """`GenerationSettings` one by one."""
+    """The fields of `GenerationSettings` as keywords."""
 
     samples: int
     temperature: float

@@ -338,7 +338,7 @@ class LinearOperator(ABC):
     def representable(self, vector: Tensor) -> Tensor:
         """Round `vector` to the input precision of `mv`.
 
-        If a solver's directions are such vectors, a coarse operator causes no input error.
+        If a solver rounds its directions so, an operator of low precision adds no input error.
         """
         return vector
 

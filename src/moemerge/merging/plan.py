@@ -210,9 +210,9 @@ def _is_large(merge: UnitMerge) -> bool:
 
 
 def _large_step(info: TensorInfo) -> int:
-    """Return the rows of a run that holds whole chunks."""
+    """Return the number of rows of a run: the smallest that holds whole chunks only."""
     columns = math.prod(info.shape[1:])
-    whole = CHUNK_ELEMENTS // math.gcd(columns, CHUNK_ELEMENTS)  # rows that are whole chunks
+    whole = CHUNK_ELEMENTS // math.gcd(columns, CHUNK_ELEMENTS)  # fewest rows that fill chunks
     return -(-_run_rows(info, RUN_ELEMENTS) // whole) * whole
 
 

@@ -42,7 +42,7 @@ class PruningSettings(StepSettings):
 
 
 class PruningKeywords(StepKeywords, total=False):
-    """`PruningSettings` one by one."""
+    """The fields of `PruningSettings` as keywords."""
 
     keep: float
     score: ExpertScore
@@ -62,7 +62,7 @@ class PruneSettings(PruningSettings):
 
 
 class PruneKeywords(PruningKeywords, total=False):
-    """`PruneSettings` one by one."""
+    """The fields of `PruneSettings` as keywords."""
 
     repair: RepairAfter
     measure: bool

@@ -92,7 +92,7 @@ class RefitLoop:
             self._done_before.add(layer.number)
         if self._done_before:
             finished = len(self._done_before)
-            self.context.progress.note(f"a killed run is continued: {finished} layers are finished")
+            self.context.progress.note(f"resuming a killed run: {finished} layers are finished")
         return tensors
 
     def _search_from(self, maps: Sequence[Row]) -> None:

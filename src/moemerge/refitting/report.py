@@ -396,7 +396,7 @@ class RefitReport(RepairReport):
 
 
 def _complete(row: Mapping[str, Any]) -> int:
-    """Return how many maps of a row keep their weights since they already match."""
+    """Return how many of a row's maps keep their weights because they already match."""
     if "experts" not in row:
         return int(row["kept"] and matches_sources(row))
     side = row["experts"]

@@ -90,7 +90,7 @@ class RefitSettings(RepairSettings):
 
 
 class RefitKeywords(RepairKeywords, total=False):
-    """`RefitSettings` one by one."""
+    """The fields of `RefitSettings` as keywords."""
 
     solver: Solver
     steps: int

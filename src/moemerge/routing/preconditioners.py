@@ -210,8 +210,8 @@ def _few_directions(operator: RouterCurvature, factors: KroneckerFactors) -> Bui
 
 # --- costs --------------------------------------------------------------------------------------
 
-# With fewer tokens per feature, a common Gram matrix is misleading: with two, Kronecker took up to
-# 1000 steps and more, and Jacobi at most 411.
+# Kronecker needs at least this many tokens per feature, since all experts share its Gram matrix.
+# With two, it took 1000 steps and more, Jacobi at most 411.
 LEAST_TOKENS = 4
 # An eigendecomposition's time in n³ multiply-adds of a product: 6 (n = 2048) to 13 (n = 256).
 EIGEN_COST = 10.0

@@ -82,11 +82,11 @@ class RouterSolution:
 
     @property
     def detour(self) -> str:
-        """Words for the preconditioners that were given up before the last."""
+        """Describe the preconditioners that failed before the last one was tried."""
         given_up = ", ".join(
             f"{t.preconditioner} ({t.status} after {t.steps} steps)" for t in self.trials[:-1]
         )
-        return f"solved with {self.preconditioner} after giving up {given_up}"
+        return f"solved with {self.preconditioner}, after abandoning {given_up}"
 
 
 def build_operator(
@@ -147,7 +147,7 @@ def solve_in_turn(
     start: Tensor | None = None,
     accurate: RouterCurvature | None = None,
 ) -> tuple[CGResult, list[Trial], BuiltPreconditioner]:
-    """Solve with one preconditioner after another, until one is not given up.
+    """Solve with one preconditioner after another, until one is not abandoned.
 
     Return the result of all solves together, each one's own, and the last preconditioner.
     """

@@ -189,7 +189,7 @@ def _json_lines(path: Path) -> Iterator[TextRow]:
                 if len(line) > MOST_ROW_BYTES:
                     raise DataError(
                         f"{path}, row {number} has more than {MOST_ROW_BYTES >> 20} MiB",
-                        hint="one JSON object per line, of a conversation or a page",
+                        hint="write one JSON object per line, with one conversation or page each",
                     )
                 if not line:
                     return

@@ -55,7 +55,7 @@ def run_tuning(request: TuningRequest, progress: Progress) -> TuningReport:
         assert folder is not None
         progress = ranks.progress(progress)
         if saved is not None:
-            progress.note(f"a killed run is continued from {saved}")
+            progress.note(f"resuming a killed run from {saved}")
         trainer, seconds = _train(job, folder, saved, progress, ranks)
         resumed = 0 if saved is None else int(saved.name.rpartition("-")[2])
         # With a sharded model every process contributes.

@@ -106,7 +106,7 @@ class TuningSettings(Strict):
 
 
 class TuningKeywords(TypedDict, total=False):
-    """`TuningSettings` one by one."""
+    """The fields of `TuningSettings` as keywords."""
 
     preset: Literal["paper"] | None
     lora: int | None
@@ -147,7 +147,7 @@ class TuningOutputSettings(Strict):
 
 
 class TuningOutputKeywords(TypedDict, total=False):
-    """`TuningOutputSettings` one by one."""
+    """The fields of `TuningOutputSettings` as keywords."""
 
     overwrite: bool
     resume: bool

@@ -61,10 +61,10 @@ class Rounding:
 
 @dataclass(unsafe_hash=True)
 class QuantisedInfo(TensorInfo):
-    """The header of a tensor that is stored in parts. Shape and dtype are those after reading.
+    """The header of a quantised tensor, with those of its parts (codes, scales, zeros).
 
-    A stack has one matrix for every row of its leading axis. `order` has the group of each column;
-    without it, columns are grouped consecutively.
+    Shape and dtype are those of the dequantised tensor. A stack has one matrix per row of its
+    leading axis. `order` is the group of each column; without it, groups are consecutive columns.
     """
 
     scheme: Scheme

@@ -253,7 +253,7 @@ def _by_overlap(
     return by_chunks(base, [i.tensor for i in inputs], add)
 
 
-_LEAST_SHARE = 1e-6  # mergekit's; affects only models with a smaller share
+_LEAST_SHARE = 1e-6  # smallest divisor, as in mergekit
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ TEMPLATES: Final = Path(__file__).parent / "chat_templates"
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """Return a folder's default template: the file, else the key in tokenizer_config.json."""
+    """Return a folder's default chat template: the file's, else tokenizer_config.json's."""
     path = folder / FILE
     if os.path.isfile(path):
         return read_utf8(path, "download the tokenizer files again", TokenizerError)
