@@ -1,8 +1,9 @@
-"""Flags: those that verbs share, and those that are made from the fields of settings.
+"""Command-line flags: those that several commands share, and those made from settings classes.
 
-A verb is a function. A parameter whose type is a settings class stands for one flag a field, with
-the field's description as help; one whose type is a dataclass stands for the flags of its fields;
-one whose type is a dict is given as NAME=VALUE, repeatedly.
+A command is a function; the type of a parameter determines its flags:
+- a settings class: one flag per field, with the field's description as help;
+- a dataclass: the flags of its fields;
+- a dict: one flag, NAME=VALUE, that may be repeated.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace outputs th
 
 
 def _load(files: list[Path] | None) -> list[Path] | None:
-    """Before anything else is read: a config may speak of what a plugin brings."""
+    """Load plugins before anything else is read: a config may name what they add."""
     if files:
         from moemerge import api
 
@@ -128,7 +129,7 @@ def _log(verbosity: int) -> int:
 
 @dataclass(frozen=True)
 class Reporting:
-    """What a verb says while it works and when it is done: flags of every verb that works."""
+    """Flags of every command that runs a job: what it prints and logs, and where it reports."""
 
     json: Annotated[
         str | None,
@@ -167,8 +168,8 @@ class Reporting:
         notices: Iterable[str] = (),
         page: Path | None = None,
     ) -> None:
-        """The report as JSON where it is wanted; unless quiet, notices and where the page lies on
-        stderr, and tables on stdout where JSON does not take their place."""
+        """Write the report as JSON if requested. Unless quiet, print notices and the page's path to
+        stderr, and tables to stdout if the JSON is not written there."""
         if not ranks.leads():
             return
         if self.json is not None:
@@ -293,7 +294,7 @@ def _together(flags: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Param
 def _declare(
     parameter: inspect.Parameter,
 ) -> tuple[list[inspect.Parameter], Callable[[FlagValues], Any]]:
-    """The flags that stand for a parameter, and how its value is made of theirs."""
+    """Return a parameter's flags, and a function that makes its value from theirs."""
     kind, name = parameter.annotation, parameter.name
     if inspect.isclass(kind) and issubclass(kind, Strict):
         return [_flag(setting) for setting in settings_of(kind)], lambda v: _settings(kind, v)
@@ -364,7 +365,7 @@ def _help(setting: Setting) -> str:
     if setting.choices and not all(choice in words for choice in setting.choices):
         *first, last = (*setting.choices, *(["a number"] if _has_numbers(setting) else []))
         words += f": {', '.join(first)} or {last}"
-    # What a default of None means stands in the description.
+    # The description explains a default of None.
     default = "on" if setting.default is True else setting.default
     unsaid = default is None or default is False or default in ("", (), {})
     shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default

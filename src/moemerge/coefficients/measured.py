@@ -170,7 +170,7 @@ def neuron(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
         labels[place] = "".join(LETTERS[group] for group in served.tolist())
     if not labels:
         raise UsageError(
-            f"no MLP of {job.base.label} has neurons whose activity can be told",
+            f"no MLP of {job.base.label} has neurons whose activity can be measured",
             hint="use `acm` or `sens`",
         )
     shared = (settings.own + (len(names) - 1) * settings.other) / len(names)

@@ -1,6 +1,6 @@
-"""What JSON files that are no configs must hold, other tools' and our own, checked when read.
+"""Schemas of JSON files other than configs, other tools' and our own; checked on reading.
 
-Unknown keys are left alone: files of later versions have more of them.
+Unknown keys are ignored, since later versions may add some.
 """
 
 from __future__ import annotations

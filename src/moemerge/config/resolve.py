@@ -1,8 +1,8 @@
-"""The models of a config by name, and the merge it describes, in one shape whatever form it has.
+"""Resolve a config's models by name, and bring every form of config into one: slices.
 
-`models` become one slice over all layers. The base model gets its place as in mergekit: for a
-method that merges it like any other it is an ordinary input (added at the end, without parameters,
-when `models` lacks it); for a method that takes differences to it, it stands apart.
+`models` become one slice over all layers. The base model is treated as in mergekit. For a method
+that merges it like the other models, it is an ordinary input (appended, without parameters, if
+`models` does not list it). For a method of task vectors, it is not among the inputs.
 """
 
 from __future__ import annotations

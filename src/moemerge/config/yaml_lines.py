@@ -1,4 +1,4 @@
-"""YAML files that users write, with the line of every key, and how faults in them are told.
+"""Read YAML files that users write, with the line of every key, and report errors in them.
 
 Strict where PyYAML is lax: duplicate keys are faults, only plain data is built, and numbers follow
 YAML 1.2 where YAML 1.1 surprises: `1e-6` is a number, `1:30` and `2024-01-01` are text.

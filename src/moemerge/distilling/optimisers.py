@@ -32,8 +32,8 @@ class Adafactor(torch.optim.Optimizer):
     over rows and over columns; every matrix of a stack counts alone.
 
     torch's version computes in the parameters' dtype, in which small updates are lost. This one
-    computes in float32 and rounds bfloat16 weights up or down at random, so that updates add up in
-    the mean. Seed torch's generator before each step to repeat it.
+    computes in float32 and rounds bfloat16 weights stochastically, so that updates are right in the
+    mean. Seed torch's generator before each step to repeat it.
     """
 
     def __init__(self, parameters: Sequence[Tensor], rate: float) -> None:

@@ -200,7 +200,7 @@ class StudyConfig(Strict):
         description="models to merge, by the names of their domains"
     )
     seeds: tuple[Seed, ...] = Field(
-        (), description="repeat everything for each of these: {seed} in the file stands for it"
+        (), description="repeat everything for each of these: it replaces {seed} in the file"
     )
     data: NamedTexts | None = Field(
         None, description="text of each source, by name: files, or how to make one"

@@ -315,7 +315,7 @@ class UnitMap:
                         raise ArchitectureError(
                             f"{self._checkpoint.label}: {parameter} holds experts of "
                             f"{self._architecture.model_type} in a form whose inputs cannot be "
-                            "told expert by expert, so there are no statistics of them",
+                            "separated by expert, so they have no statistics",
                             hint="merge this family with a method that needs no statistics",
                         )
 

@@ -51,7 +51,7 @@ class RouterStop(Stop):
 class RouterStream(ModelStream):
     """Iterate to get a `RouterStop` at every router, in the order of the model's forward.
 
-    `layers` restricts the stops (all layers are run all the same, as far as they are needed).
+    `layers` restricts the stops. Layers below the last stop run anyway.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ def _of_experts(
     experts = {unit.expert for unit in units}
     if None in experts:
         raise ArchitectureError(
-            f"{model.label}: {info.name} holds experts that cannot be told apart"
+            f"{model.label}: {info.name} contains experts that cannot be separated"
         )
     if not model.architecture.is_stack(info.name):
         (expert,) = experts

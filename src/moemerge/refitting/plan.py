@@ -46,7 +46,7 @@ PART_OF_ROLE: Mapping[Role, Part] = {
 
 @dataclass(frozen=True)
 class RouterMap:
-    """A router by its names in memory, and its names on disk."""
+    """A router: its module, with names in memory, and its names on disk."""
 
     module: RouterModule
     info: RouterInfo

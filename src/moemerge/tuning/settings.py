@@ -95,7 +95,7 @@ class TuningSettings(Strict):
     )
 
     def resolved(self) -> Self:
-        """With the preset's values, and those that depend on others, where none are given."""
+        """Return the settings with the preset's values, and defaults that depend on others."""
         preset = PRESETS[self.preset] if self.preset is not None else {}
         update = {n: value for n, value in preset.items() if n not in self.model_fields_set}
         if self.learning_rate is None and "learning_rate" not in update:
