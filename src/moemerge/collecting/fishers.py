@@ -276,7 +276,7 @@ class _Backward:
         deltas = [as_sequences(delta, batch) for _, delta in pairs]
         if any(value is None for value in (*inputs, *deltas)):
             raise ArchitectureError(
-                f"{heard[0].hook.path} reads its input in a shape that cannot be told apart by "
+                f"{heard[0].hook.path} reads its input in a shape that cannot be separated by "
                 "sequence, so there are no squared gradients of single sequences"
             )
         x = torch.cat([value for value in inputs if value is not None], dim=1)

@@ -1,18 +1,17 @@
-"""Parameter values as mergekit writes them, and the one that counts for a tensor of a model.
+"""Parameter values in mergekit's syntax, and the value that applies to a tensor of a model.
 
 A value is
-- a number, `true`/`false` (1 and 0), or a word where a method offers choices;
+- a number, `true`/`false` (1 and 0), or one of a method's choices;
 - a list of numbers: a gradient. With t in [0, 1] the depth in the slice and n values, the value at
   s = t (n - 1) is interpolated linearly between the neighbours of s;
 - a list of `{filter, value}`: the first filter that matches decides; `*` or no filter matches all.
-  When none matches, the next wider scope is asked. One `{filter, value}` alone counts as a list of
-  one.
+  If none matches, the next wider scope applies. A single `{filter, value}` counts as a list.
 
-A filter is a plain substring of a name of the tensor, or `role:NAME`, equal to what the tensor is.
+A filter is a plain substring of one of the tensor's names, or `role:NAME` with the tensor's role.
 
-Scopes are asked in mergekit's order: a per-model parameter is looked for under the model, then the
-slice, then the module and the top; a parameter of the whole method under the slice, the module and
-the top; then the method's default.
+Scopes are searched in mergekit's order: for a per-model parameter the model, the slice, the module
+and the top level; for a parameter of the whole method the slice, the module and the top level; then
+the method's default.
 """
 
 from __future__ import annotations
@@ -229,7 +228,7 @@ class Scopes:
 
     models: tuple[Mapping[str, Values], ...]  # slice -> model's name -> its parameters
     slices: tuple[Values, ...]
-    outer: tuple[Values, ...]  # module (where there is one), then the top
+    outer: tuple[Values, ...]  # the module, if any, then the top level
 
 
 class ParameterReader:

@@ -254,7 +254,7 @@ def _config_doubts(
             {info.name: info for info in output.tensors},
             str(donor.checkpoint.path / "config.json"),
             others={model.label: model.checkpoint.config for model in models.values()},
-            hint=f"{CONFIG_HINT}; `lenient=True` merges it all the same",
+            hint=f"{CONFIG_HINT}; `lenient=True` merges it anyway",
             like=donor.architecture,
         )
     except ArchitectureError as error:

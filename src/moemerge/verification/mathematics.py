@@ -256,7 +256,7 @@ def _candidates(response: str) -> list[str]:
     return [f"${clause or last_line(response)}$", response]
 
 
-# --- where the answer stands ----------------------------------------------------------------------
+# --- where the answer is --------------------------------------------------------------------------
 
 _BOX: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _MARK: Final = re.compile(r"####[ \t]*([^\n]*)")

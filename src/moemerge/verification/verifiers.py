@@ -1,4 +1,4 @@
-"""Verifiers by name, among them of instructions (IFEval) and custom ones; cached, parallel checks.
+"""Verifiers by name, including instructions (IFEval) and custom ones; cached, parallel checks.
 
 A judgement is cached by its content, within a run and across runs. Timeouts depend on
 the machine's load and undecided grades on its installation, so these two are not written to the
