@@ -195,23 +195,28 @@ def _require_equal(name: str, first: TensorFile, second: TensorFile) -> None:
 
 # --- companions -----------------------------------------------------------------------------------
 
-CARRIED: Final = (
+TOKENIZER_FILES: Final = (
     "tokenizer*.json",
     "tokenizer*.model",
     "tokenization*.py",
     "vocab*.json",
     "vocab*.txt",
     "merges.txt",
-    "*.model",
     "*.tiktoken",
     "*.spm",
     "spiece.*",
+    "sentencepiece*.model",
     "bpe.codes",
     "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "generation_config.json",
     "chat_template.jinja",
+    "additional_chat_templates/*",
+)
+CARRIED: Final = (
+    *TOKENIZER_FILES,
+    "*.model",
+    "generation_config.json",
     "chat_template.json",
     "preprocessor_config.json",
     "processor_config.json",

@@ -71,11 +71,16 @@ _DATA_SET: Final = re.compile(
 TRAINING_FILES: Final = "*train*"
 
 
-def is_local(source: str) -> bool:
-    """Return whether `source` names a local file, existing or not, instead of a hub data set."""
+def _data_set(source: str) -> re.Match[str] | None:
+    """Return the parts of a hub data set's name; None for a local file, existing or not."""
     suffixed = source.lower().endswith(TEXT_SUFFIXES) and ":" not in source
     exists = os.path.exists(os.path.expanduser(source))
-    return exists or suffixed or _DATA_SET.fullmatch(source) is None
+    return None if exists or suffixed else _DATA_SET.fullmatch(source)
+
+
+def is_local(source: str) -> bool:
+    """Return whether `source` names a local file, existing or not, instead of a hub data set."""
+    return _data_set(source) is None
 
 
 def locate_data(source: str) -> list[Path]:
@@ -84,8 +89,8 @@ def locate_data(source: str) -> list[Path]:
     `org/name@revision:PATTERN` selects the data set's files whose path matches; by default those
     with `train` in it.
     """
-    match = _DATA_SET.fullmatch(source)
-    if match is None or is_local(source):
+    match = _data_set(source)
+    if match is None:
         return [Path(os.path.expanduser(source))]
     from moemerge.checkpoint.hub import fetch_data  # a slow import that files do not need
 
@@ -103,8 +108,8 @@ def is_here(source: str, *, data: bool = False) -> bool:
     """Return whether a model, or text, is on this machine, including the hub cache."""
     if os.path.exists(os.path.expanduser(source)):
         return True
-    match = _DATA_SET.fullmatch(source) if data else None
-    if data and (match is None or is_local(source)):
+    match = _data_set(source) if data else None
+    if data and match is None:
         return False
     from moemerge.checkpoint.hub import cached  # a slow import that files do not need
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from moemerge.checkpoint.adapter import Adapter, LoraPair
-from moemerge.checkpoint.tensors import TensorInfo
+from moemerge.checkpoint.tensors import RowRange, TensorInfo
 from moemerge.config.models import LORA_LAYOUTS
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import FLOATS
@@ -151,7 +151,7 @@ class LoraChanges:
         """Return whether the adapter changes a tensor of the base."""
         return name in self._updates or name in self._biases or name in self._replaced
 
-    def read(self, name: str, rows: tuple[int, int] | None, base: Callable[[], Tensor]) -> Tensor:
+    def read(self, name: str, rows: RowRange | None, base: Callable[[], Tensor]) -> Tensor:
         """Read a changed tensor, or rows of it; `base` reads the base's."""
         if name in self._replaced:
             block = self._adapter.file.read(self._replaced[name], rows)
@@ -169,8 +169,21 @@ class LoraChanges:
             work.add_(bias.to(work.dtype), alpha=pair.scaling)
         return work.to(block.dtype)
 
-    def _places(self, parameter: str, expert: int | None, out: int) -> list[Place]:
-        return list(find_places(parameter, expert, out, self._tensors))
+    def _places(self, parameter: str, expert: int | None, out: int) -> Sequence[Place]:
+        """Return the places of a matrix (`expert` None) or of one expert in a stacked parameter.
+
+        `out` is the number of the matrix's rows.
+        """
+        for name in _aliases(parameter):
+            if name in self._tensors:
+                return [Place(name, row=expert)]
+            if expert is None:
+                places = _one_expert(name, out, self._tensors)
+            else:
+                places = _split(name, expert, self._tensors)
+            if places:
+                return places
+        return []
 
     def _replace(self, parameter: str, name: str) -> None:
         given = self._shapes[name]
@@ -375,22 +388,6 @@ def _release(version: str | None) -> tuple[int, ...] | None:
 # --- parameters of the loaded model on disk -------------------------------------------------------
 # An adapter names parameters of the loaded model (`mlp.experts.gate_up_proj`, a stack). A
 # checkpoint may store them one expert at a time, or vice versa.
-
-
-def find_places(
-    parameter: str, expert: int | None, out_features: int, tensors: Mapping[str, TensorInfo]
-) -> Sequence[Place]:
-    """Return the places of a matrix (`expert` None) or of one expert in a stacked parameter."""
-    for name in _aliases(parameter):
-        if name in tensors:
-            return [Place(name, row=expert)]
-        if expert is None:
-            places = _one_expert(name, out_features, tensors)
-        else:
-            places = _split(name, expert, tensors)
-        if places:
-            return places
-    return []
 
 
 def _aliases(parameter: str) -> list[str]:

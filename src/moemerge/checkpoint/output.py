@@ -216,6 +216,17 @@ def _remove(folders: Iterable[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _missing_parents(target: Path) -> list[Path]:
+    """Return the folders above `target` that do not exist, the innermost first."""
+    return [path for path in target.parents if not os.path.exists(path)]
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it contains another output
+            folder.rmdir()
+
+
 class OutputFolder:
     """A hidden folder that becomes OUT on `commit`, and is removed on `abort`."""
 
@@ -226,25 +237,19 @@ class OutputFolder:
         self.out = out
         self._target = _real(out)
         self._overwrite = overwrite
-        self._made: list[Path] = []
+        self._made = _missing_parents(self._target)
         self._lock: int | None = None
         self.committed = False
         self.path = hidden_folder(out, "partial")
         with writing(out):
             try:
-                self._make_parents()
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._remove_stale()
                 self.path.mkdir()
                 self._lock = _lock(self.path)
             except BaseException:  # a signal too
                 self.abort()
                 raise
-
-    def _make_parents(self) -> None:
-        missing = [p for p in self._target.parents if not os.path.exists(p)]
-        for parent in reversed(missing):
-            parent.mkdir(exist_ok=True)
-            self._made.append(parent)
 
     def _remove_stale(self) -> None:
         for path in abandoned(self.path.parent, hidden_pattern(self._target, "partial")):
@@ -335,9 +340,7 @@ class OutputFolder:
             return
         self._unlock()
         shutil.rmtree(self.path, ignore_errors=True)
-        for parent in reversed(self._made):
-            with contextlib.suppress(OSError):  # it is not empty any more
-                parent.rmdir()
+        _remove_empty(self._made)
         self._made.clear()
 
     def _unlock(self) -> None:
@@ -411,15 +414,12 @@ def temporary_sibling(out: Path) -> Iterator[Path]:
     It is named like an unfinished output, so that the next run that writes OUT removes what a
     killed run left.
     """
-    target = Path(os.path.realpath(out))
     folder = hidden_folder(out, "partial")
-    made = [p for p in target.parents if not os.path.exists(p)]
+    made = _missing_parents(_real(out))
     try:
         with writing(out):
             folder.mkdir(parents=True)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        for parent in made:
-            with contextlib.suppress(OSError):  # it contains OUT
-                parent.rmdir()
+        _remove_empty(made)

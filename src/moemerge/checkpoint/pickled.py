@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from moemerge.checkpoint.tensors import TensorInfo
+from moemerge.checkpoint.tensors import RowRange, TensorInfo
 from moemerge.errors import CheckpointError, library_errors
 from moemerge.runtime.files import open_plain
 from moemerge.runtime.lazy import torch
@@ -45,9 +45,7 @@ class PickledFile:
         with self._lock:
             self._state = None
 
-    def read(
-        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    def read(self, name: str, rows: RowRange | None = None, out: Tensor | None = None) -> Tensor:
         """Return a copy of a tensor or of a range of its leading-axis rows."""
         shape = self.tensors[name].block_shape(rows)
         with self._lock:
@@ -63,7 +61,7 @@ class PickledFile:
             out = torch.empty(shape, dtype=view.dtype)
         return out.copy_(view)
 
-    def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
+    def prefetch(self, name: str, rows: RowRange | None = None) -> None:
         """Do nothing: the system reads ahead in a memory map."""
 
     def sample(self, name: str, limit: int) -> bytes:

@@ -31,7 +31,7 @@ from moemerge.checkpoint.quantised.recognise import (
 )
 from moemerge.checkpoint.quantised.tensor import FetchStored, QuantisedInfo
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
-from moemerge.checkpoint.tensors import TensorInfo, format_size
+from moemerge.checkpoint.tensors import RowRange, TensorInfo, format_size
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
@@ -142,7 +142,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def read(
         self,
         name: str,
-        rows: tuple[int, int] | None = None,
+        rows: RowRange | None = None,
         out: Tensor | None = None,
         codes: FetchStored | None = None,
     ) -> Tensor:
@@ -153,7 +153,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """
         info = self.tensors.get(name)
         if not isinstance(info, QuantisedInfo):
-            return self.file_of(name).read(name, rows, out)
+            return self.stored(name, rows, out)
         try:
             return info.read(self.stored, rows, out, codes)
         except CheckpointError as error:
@@ -163,9 +163,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """Return the header of a tensor under its stored name, if it exists."""
         return self.file_of(name).tensors[name] if name in self.structure.number_of else None
 
-    def stored(
-        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    def stored(self, name: str, rows: RowRange | None = None, out: Tensor | None = None) -> Tensor:
         """Read a tensor under its stored name, without dequantising it."""
         return self.file_of(name).read(name, rows, out)
 
@@ -180,7 +178,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         assert isinstance(file, SafetensorsFile)
         file.read_elements(name, start, out)
 
-    def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
+    def prefetch(self, name: str, rows: RowRange | None = None) -> None:
         """Let the system start to read a tensor that is needed soon. Does not wait."""
         info = self.tensors.get(name)
         if isinstance(info, QuantisedInfo):
@@ -320,7 +318,7 @@ class AdaptedCheckpoint(Checkpoint):
     def read(
         self,
         name: str,
-        rows: tuple[int, int] | None = None,
+        rows: RowRange | None = None,
         out: Tensor | None = None,
         codes: FetchStored | None = None,
     ) -> Tensor:
@@ -397,7 +395,7 @@ class OverlaidCheckpoint(Checkpoint):
     def read(
         self,
         name: str,
-        rows: tuple[int, int] | None = None,
+        rows: RowRange | None = None,
         out: Tensor | None = None,
         codes: FetchStored | None = None,
     ) -> Tensor:

@@ -20,7 +20,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from moemerge.checkpoint.tensors import TensorInfo, as_bytes
+from moemerge.checkpoint.tensors import RowRange, TensorInfo, as_bytes
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.dtypes import Dtype
@@ -70,9 +70,7 @@ class SafetensorsFile:
     def close(self) -> None:
         self._closer()
 
-    def read(
-        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    def read(self, name: str, rows: RowRange | None = None, out: Tensor | None = None) -> Tensor:
         """Read a tensor or a range of its leading-axis rows, into new memory or into `out`."""
         info = self.tensors[name]
         shape = info.block_shape(rows)
@@ -92,7 +90,7 @@ class SafetensorsFile:
         offset = self.header.offsets[name] + start * self.tensors[name].dtype.itemsize
         self._fill(out, offset, name)
 
-    def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
+    def prefetch(self, name: str, rows: RowRange | None = None) -> None:
         """Advise the system that a tensor will be read soon. Does not wait."""
         info = self.tensors[name]
         first, stop = rows if rows is not None else (0, info.rows)

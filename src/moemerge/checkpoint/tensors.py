@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+RowRange = tuple[int, int]  # the rows [start, stop) of a tensor's leading axis
+
+
 @dataclass(unsafe_hash=True)
 class TensorInfo:
     """One tensor's header. Never changed; `frozen` would make it three times as slow to create."""
@@ -40,9 +43,14 @@ class TensorInfo:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
+    def parts(self) -> tuple[TensorInfo, ...]:
+        """Return the tensors on disk: only itself, unless it is quantised."""
+        return (self,)
+
+    @property
     def stored_bytes(self) -> int:
         """Return the bytes on disk, fewer than `nbytes` for a quantised tensor."""
-        return self.nbytes
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def stored_as(self) -> str:
@@ -67,7 +75,7 @@ class TensorInfo:
                 hint="write the shape and dtype that were declared, or that the source has",
             )
 
-    def block_shape(self, rows: tuple[int, int] | None) -> tuple[int, ...]:
+    def block_shape(self, rows: RowRange | None) -> tuple[int, ...]:
         """Return the shape of a range of leading-axis rows. Refuse an invalid range."""
         if rows is None:
             return self.shape

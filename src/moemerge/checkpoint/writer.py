@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from moemerge.checkpoint.folder import INDEX, SINGLE
 from moemerge.checkpoint.output import OutputFolder, output_error, writing
 from moemerge.checkpoint.safetensors_file import METADATA, build_header, dtype_label
-from moemerge.checkpoint.tensors import TensorInfo, as_bytes
+from moemerge.checkpoint.tensors import RowRange, TensorInfo, as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.files import write_at, write_file
@@ -45,7 +45,7 @@ class _Progress:
     info: TensorInfo
     shard: _Shard
     offset: int
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    spans: list[RowRange] = field(default_factory=list)
 
     def claim(self, start: int, stop: int) -> None:
         at = bisect.bisect_left(self.spans, (start, stop))
@@ -63,7 +63,7 @@ class _Progress:
             del self.spans[at]
         self.spans.insert(at, (start, stop))
 
-    def gaps(self) -> list[tuple[int, int]]:
+    def gaps(self) -> list[RowRange]:
         if self.info.nbytes == 0:
             return []
         edges = [0, *(edge for span in self.spans for edge in span), self.info.rows]
@@ -185,7 +185,7 @@ class CheckpointWriter:
         if self._closed:
             raise CheckpointError(f"the output {self.out} was closed already")
 
-    def missing(self) -> dict[str, list[tuple[int, int]]]:
+    def missing(self) -> dict[str, list[RowRange]]:
         """Return the row ranges that are not written yet, by tensor."""
         with self._condition:
             gaps = {name: progress.gaps() for name, progress in self._tensors.items()}

@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import struct
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +23,7 @@ from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.documents import Provenance
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError
-from moemerge.runtime.files import remove_stale, sync_folder, write_at
+from moemerge.runtime.files import hidden_sibling, remove_stale, sync_folder, write_at
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.runtime.process import thread_pool
@@ -77,9 +76,7 @@ class StatisticsWriter:
         self._most = WAITING_BYTES["cpu" if device is None else device.type]
         self._jobs: deque[tuple[Future[None], int]] = deque()
         self._target = out.absolute()  # a link is replaced: what it points to is not ours
-        self._path = self._target.with_name(
-            f".{self._target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
-        )
+        self._path = hidden_sibling(self._target, "partial")
         self._pool = thread_pool(COPY_THREADS, "moemerge-stats")
         with writing(out):
             remove_stale(self._target)

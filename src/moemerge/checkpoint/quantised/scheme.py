@@ -229,10 +229,6 @@ class Scheme:
             return f"{self.codes.name} in groups of {self.width}"
         return f"{self.codes.name} in {self.height} x {self.width} blocks"
 
-    def rounded(self, grid: ScaleGrid) -> ScaleGrid:
-        """Return the grid as it reads after storing."""
-        return ScaleGrid(self.read_scales(self.store_scales(grid.scale)), grid.zero)
-
     def read_scales(self, stored: Tensor) -> Tensor:
         if self.scale_dtype is Dtype.UINT8:
             stored = stored.view(torch.float8_e8m0fnu)
@@ -246,9 +242,13 @@ class Scheme:
         return scales.to(self.scale_dtype.torch)
 
     def fitted(self, blocks: Tensor) -> ScaleGrid:
-        """Return the scales (down, across) for values (down, across, elements of a block)."""
+        """Return the scales (down, across) for values (down, across, elements of a block).
+
+        They are those that are read after storing.
+        """
         low, high = blocks.amin(dim=-1).clamp_(max=0), blocks.amax(dim=-1).clamp_(min=0)
-        return self.rounded(self.fit(low, high, self.codes))
+        scale, zero = self.fit(low, high, self.codes)
+        return ScaleGrid(self.read_scales(self.store_scales(scale)), zero)
 
     def encode(self, blocks: Tensor, grid: ScaleGrid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the codes of values (down, across, n), and their decoded values in `dtype`."""
