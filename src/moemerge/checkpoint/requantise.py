@@ -11,11 +11,10 @@ from moemerge.checkpoint.quantised.tensor import (
     SMALLEST_SCALES,
     QuantisedInfo,
     Rounding,
-    RowRange,
     Written,
 )
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.checkpoint.tensors import TensorInfo
+from moemerge.checkpoint.tensors import RowRange, TensorInfo
 from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import NumericalError
 from moemerge.runtime.lazy import torch
@@ -40,15 +39,6 @@ def round_trip(
         return part.tensor if rows is None else part.tensor[rows[0] - part.row : rows[1] - part.row]
 
     return info.read(fetch, (row, row + len(block)))
-
-
-def stored_tensors(tensors: Sequence[TensorInfo]) -> Iterator[TensorInfo]:
-    """Yield the tensors on disk: all parts of quantised tensors, and the others themselves."""
-    for info in tensors:
-        if isinstance(info, QuantisedInfo):
-            yield from info.parts
-        else:
-            yield info
 
 
 class RoundingErrors:

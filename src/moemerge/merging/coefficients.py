@@ -31,7 +31,7 @@ UnitParameters = Mapping[str, Scalar | None]
 class Weighing:
     """Looks up each model's parameters, unit by unit, and tracks which coefficients are used."""
 
-    def __init__(self, coefficients: Coefficients | None) -> None:
+    def __init__(self, coefficients: Coefficients) -> None:
         self._coefficients = coefficients
         self._used: set[tuple[str, str]] = set()
 
@@ -43,8 +43,6 @@ class Weighing:
         A coefficient multiplies the weight or, if the method has none, the scale. Coefficients of
         single neurons are always a scale.
         """
-        if self._coefficients is None:
-            return reader.values(tensor, model), 1.0
         neurons = self._neurons(model, unit)
         if neurons is not None:
             given = {WEIGHT: 1.0} if weighs(reader.schema) else {}
@@ -54,7 +52,6 @@ class Weighing:
     def _whole(
         self, reader: ParameterReader, tensor: TensorContext, model: str, key: str
     ) -> tuple[UnitParameters, float]:
-        assert self._coefficients is not None
         place = self._coefficients.place(model, key)
         if place is None:
             raise ConfigError(
@@ -73,7 +70,6 @@ class Weighing:
 
     def _neurons(self, model: str, unit: Unit) -> NeuronScale | None:
         """Return the scale of a unit with labelled neurons, or None."""
-        assert self._coefficients is not None
         groups, projection = self._coefficients.neurons, projection_of(unit)
         place = unit.key.rpartition(".")[0].rpartition(".")[0]  # without down_proj.weight
         if groups is None or place not in groups.labels:
@@ -94,7 +90,6 @@ class Weighing:
         return NeuronScale(labels, self._coefficients.neuron_shares(model), axis)
 
     def _checked(self, reader: ParameterReader, weight: float, place: tuple[str, str]) -> float:
-        assert self._coefficients is not None
         spec = next(spec for spec in reader.schema.parameters if spec.name == WEIGHT)
         text = spec.fault(weight)
         if text is not None:
@@ -104,8 +99,7 @@ class Weighing:
 
     def check_all_used(self) -> None:
         """Refuse places that match no unit. Call it after all units were looked up."""
-        if self._coefficients is not None:
-            self._coefficients.document.judge(self._coefficients.idle(self._used))
+        self._coefficients.document.judge(self._coefficients.idle(self._used))
 
 
 def neuron_shares(scale: NeuronScale, tensor: Tensor) -> Tensor:

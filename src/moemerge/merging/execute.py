@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.checkpoint.requantise import QuantisingWriter
+from moemerge.checkpoint.tensors import RowRange
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, ResourceError
 from moemerge.merging.coefficients import neuron_shares
@@ -145,31 +146,25 @@ def _share_cores(workers: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@dataclass
 class _Runner:
-    def __init__(
-        self,
-        plan: MergePlan,
-        writer: QuantisingWriter,
-        settings: ExecutionSettings,
-        progress: Progress,
-        keeper: ModelKeeper | None = None,
-    ) -> None:
-        self.plan = plan
-        self.keeper = keeper
-        self.writer = writer
-        self.settings = settings
-        self.progress = progress
-        self.budget = MemoryBudget(settings.memory_budget)
-        self.stream = OwnStream(settings.device)
+    plan: MergePlan
+    writer: QuantisingWriter
+    settings: ExecutionSettings
+    progress: Progress
+    keeper: ModelKeeper | None
+
+    def __post_init__(self) -> None:
+        self.budget = MemoryBudget(self.settings.memory_budget)
+        self.stream = OwnStream(self.settings.device)
         self.stopped = threading.Event()
         self.remarks = Remarks()
         # Quantised tensors are rounded once, from float32.
         self.dtypes = {
-            t.name: torch.float32 if t.name in plan.quantised else t.dtype.torch
-            for t in plan.tensors
+            t.name: torch.float32 if t.name in self.plan.quantised else t.dtype.torch
+            for t in self.plan.tensors
         }
-        self.sizes = {t.name: t.dtype.itemsize for t in plan.tensors}
-        self.finite = FiniteCheck(plan, allow=settings.allow_nonfinite)
+        self.finite = FiniteCheck(self.plan, allow=self.settings.allow_nonfinite)
 
     def run(self, block: MergeBlock, soon: MergeBlock | None = None) -> None:
         """Merge or copy one block, and prefetch `soon`, a later one."""
@@ -194,7 +189,7 @@ class _Runner:
             self.finite.merged(result, block)
             row = 0 if block.rows is None else block.rows[0]
             self.writer.write(block.tensor, result, row=row)
-        self.progress.advance(result.numel() * self.sizes[block.tensor])
+        self.progress.advance(result.numel() * self.plan.dtypes[block.tensor].itemsize)
 
     def _prefetch(self, block: MergeBlock) -> None:
         for source in (s for merge in block.merges for s in merge.reads):
@@ -278,7 +273,7 @@ class _Runner:
             ModelTensor(
                 _scaled(tensor, tensors[-1], source.scale),
                 source.params,
-                self.plan.models[source.model].name,
+                source.model,
                 read_statistics(self.plan, merge, source, tensor, unit, kind),
             )
             for tensor, source in zip(tensors, merge.inputs, strict=False)
@@ -305,7 +300,7 @@ class _Runner:
 
         def base_as(kind: StatisticsKind | None) -> ModelTensor:
             statistics = read_statistics(self.plan, merge, source, base, unit, kind)
-            return ModelTensor(base, None, self.plan.models[source.model].name, statistics)
+            return ModelTensor(base, None, source.model, statistics)
 
         return around(method, merge.wraps, base_as, unit)(inputs, base)
 
@@ -334,7 +329,7 @@ class _Runner:
                 )
         return first.to(self.dtypes[block.tensor])
 
-    def _read(self, model: int, name: str, rows: tuple[int, int] | None) -> Tensor:
+    def _read(self, model: str, name: str, rows: RowRange | None) -> Tensor:
         tensor = self.plan.models[model].checkpoint.read(name, rows)
         self.finite.read(tensor, model, name)
         return tensor

@@ -17,6 +17,7 @@ from moemerge.checkpoint import Checkpoint, CheckpointPatch, check_output, requi
 from moemerge.checkpoint.folder import SINGLE, is_weights
 from moemerge.checkpoint.output import KEPT_FOLDER
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
+from moemerge.checkpoint.tensors import RowRange
 from moemerge.config.documents import KeptDocument, parse_document
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError, NumericalError, UsageError
@@ -85,7 +86,7 @@ def extract_model(
     entry = kept.tasks[name]
     _require_parts(ours, document, folder / entry.folder / SINGLE, entry.digest)
     with closing(SafetensorsFile(folder / entry.folder / SINGLE)) as parts:
-        extraction = _Extraction(ours, origin, parts, kept.keep, entry.scale)
+        extraction = _Extraction(UnitIndex(ours), UnitIndex(origin), parts, kept.keep, entry.scale)
         with CheckpointPatch(ours.checkpoint, out, overwrite=overwrite, inputs=inputs) as patch:
             units = extraction.write(patch, progress)
             report = ExtractReport(
@@ -120,15 +121,16 @@ def _require_parts(
     shared: OpenModel, manifest: Mapping[str, Any], file: Path, digest: str | None
 ) -> None:
     """Refuse parts of another model or merge, changed ones, and changed merged weights."""
-    report = shared.checkpoint.path / REPORT_NAME
-    merge = read_object(report).get("merge") if os.path.exists(report) else None
+    file_of_report = shared.checkpoint.path / REPORT_NAME
+    report = read_object(file_of_report) if os.path.exists(file_of_report) else {}
+    merge = report.get("merge")
     stated = merge.get("tasks") if isinstance(merge, dict) else None
     if (stated and stated != manifest) or digest not in (None, file_digest(file)):
         raise CheckpointError(
             f"{file.parent} is not what this merge wrote: it is of another model, or was changed",
             hint="restore it, or make the merge again",
         )
-    if os.path.exists(report) and CHECKSUMS in read_object(report):
+    if CHECKSUMS in report:
         files = verify_checksums(shared.checkpoint.path).changed
         changed = [name for name in files if is_weights(name) and "/" not in name]
         if changed:
@@ -155,23 +157,22 @@ def _companions(checkpoint: Checkpoint, report: ExtractReport) -> dict[str, byte
 
 @dataclass(frozen=True)
 class _Extraction:
-    shared: OpenModel
-    base: OpenModel
+    shared: UnitIndex
+    base: UnitIndex
     parts: SafetensorsFile
     keep: Any
     scale: float
 
     def write(self, patch: CheckpointPatch, progress: Progress) -> int:
         """Write every unit with kept parts; all other units keep the merged weights."""
-        index, count = UnitIndex(self.shared), 0
-        others = UnitIndex(self.base)
-        progress.start("extracting", len(index.by_tensor), unit="tensors")
-        for name, units in index.by_tensor.items():
-            blocks: dict[tuple[int, int] | None, list[Unit]] = defaultdict(list)
+        count = 0
+        progress.start("extracting", len(self.shared.by_tensor), unit="tensors")
+        for name, units in self.shared.by_tensor.items():
+            blocks: dict[RowRange | None, list[Unit]] = defaultdict(list)
             for unit in units:
                 blocks[unit.slot.rows].append(unit)
             for rows, block in blocks.items():
-                written = self._block(name, rows, block, index, others)
+                written = self._block(name, rows, block)
                 if written is not None:
                     patch.write(name, written, row=0 if rows is None else rows[0])
                     count += len(block)
@@ -179,7 +180,7 @@ class _Extraction:
         progress.finish()
         if not count:
             raise CheckpointError(
-                f"nothing that is kept of the model fits {self.shared.label}", hint=_HINT
+                f"nothing that is kept of the model fits {self.shared.model.label}", hint=_HINT
             )
         return count
 
@@ -187,27 +188,21 @@ class _Extraction:
         names = {part: part_name(key, part) for part in (MASK, LEFT, RIGHT, REST)}
         return {p: self.parts.read(n) for p, n in names.items() if n in self.parts.tensors}
 
-    def _block(
-        self,
-        name: str,
-        rows: tuple[int, int] | None,
-        units: list[Unit],
-        index: UnitIndex,
-        others: UnitIndex,
-    ) -> Tensor | None:
+    def _block(self, name: str, rows: RowRange | None, units: list[Unit]) -> Tensor | None:
         kept = {unit.key: self._parts_of(unit.key) for unit in units}
         if not any(kept.values()):
             return None
-        stored = self.shared.checkpoint.read(name, rows)
+        stored = self.shared.model.checkpoint.read(name, rows)
         result = stored.clone()
         for unit in units:
             if not kept[unit.key]:
                 continue
-            own = others.find(unit)
+            own = self.base.find(unit)
             if own is None:
-                raise CheckpointError(f"{self.base.label} has no {unit.key}", hint="name its base")
-            require_shape(unit, index, own, others)
-            read = self.base.checkpoint.read(own.tensor, own.slot.rows)
+                label = self.base.model.label
+                raise CheckpointError(f"{label} has no {unit.key}", hint="name its base")
+            require_shape(unit, self.shared, own, self.base)
+            read = self.base.model.checkpoint.read(own.tensor, own.slot.rows)
             origin, merged = own.slot.take(read), unit.slot.take(stored)
             wide = torch.promote_types(merged.dtype, torch.float32)
             made = rebuild_unit(

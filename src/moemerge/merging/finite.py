@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from moemerge.errors import NumericalError
@@ -29,24 +29,24 @@ class FiniteCheck:
     def __init__(self, plan: MergePlan, *, allow: bool) -> None:
         self._plan = plan
         self._allow = allow
-        self._noted: dict[str, dict[str, None]] = {}  # model -> tensors that are not finite
+        self.noted: dict[str, dict[str, None]] = {}  # model -> tensors that are not finite
         self._lock = threading.Lock()
 
-    def read(self, tensor: Tensor, position: int, name: str) -> None:
+    def read(self, tensor: Tensor, model: str, name: str) -> None:
         """Refuse or record an input tensor (or a part of it) that is not finite."""
         if not tensor.is_floating_point() or is_finite(tensor):
             return
         bad = int((~tensor.isfinite()).sum())
         if not bad:
             return
-        model = self._plan.models[position]
+        label = self._plan.models[model].label
         if not self._allow:
             raise NumericalError(
-                f"{model.label}: tensor {name} holds {bad} non-finite values "
+                f"{label}: tensor {name} holds {bad} non-finite values "
                 f"(NaN or infinity) among {tensor.numel()}",
                 hint="repair that model, or merge anyway with `allow_nonfinite=True`",
             )
-        self._note(model.label, name)
+        self._note(label, name)
 
     def merged(self, result: Tensor, block: MergeBlock) -> None:
         """Refuse or record a result that overflowed its dtype."""
@@ -61,14 +61,9 @@ class FiniteCheck:
 
     def _note(self, whose: str, tensor: str) -> None:
         with self._lock:
-            self._noted.setdefault(whose, {})[tensor] = None
+            self.noted.setdefault(whose, {})[tensor] = None
 
-    @property
-    def noted(self) -> dict[str, list[str]]:
-        """Return the tensors that are not finite, by model."""
-        return {whose: list(tensors) for whose, tensors in self._noted.items()}
-
-    def note(self, noted: Mapping[str, Sequence[str]]) -> None:
+    def note(self, noted: Mapping[str, Iterable[str]]) -> None:
         """Add the findings of another process."""
         for whose, tensors in noted.items():
             for tensor in tensors:
@@ -76,6 +71,6 @@ class FiniteCheck:
 
     def notices(self) -> Iterator[str]:
         """Yield one notice per model for the tensors that `allow_nonfinite` accepted."""
-        for whose, tensors in sorted(self._noted.items()):
+        for whose, tensors in sorted(self.noted.items()):
             count = counted(len(tensors), "tensor holds", "tensors hold")
             yield f"{whose}: {count} NaN or infinity ({first_few(sorted(tensors), TENSORS_NAMED)})"

@@ -29,7 +29,7 @@ from moemerge.merging.plan import MergePlan, UnitMerge
 from moemerge.report.files import report_bytes
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.files import file_digest
-from moemerge.runtime.lazy import torch
+from moemerge.runtime.lazy import np, torch
 from moemerge.statistics.provenance import model_fingerprint
 
 if TYPE_CHECKING:
@@ -45,18 +45,13 @@ BITS = 8
 
 def pack_bits(mask: Tensor) -> Tensor:
     """Return a mask of any shape as bytes of eight elements, the first in the lowest bit."""
-    flat = mask.reshape(-1)
-    bits = torch.zeros(-(-flat.numel() // BITS) * BITS, dtype=torch.uint8, device=mask.device)
-    bits[: flat.numel()] = flat
-    weights = torch.tensor([1 << i for i in range(BITS)], dtype=torch.uint8, device=mask.device)
-    return (bits.view(-1, BITS) * weights).sum(1, dtype=torch.uint8)
+    return torch.from_numpy(np.packbits(mask.cpu().numpy(), bitorder="little"))
 
 
 def unpack_bits(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the mask that `pack_bits` packed."""
-    weights = torch.tensor([1 << i for i in range(BITS)], dtype=torch.uint8, device=packed.device)
-    bits = (packed[:, None] & weights) != 0
-    return bits.reshape(-1)[: math.prod(shape)].view(shape)
+    bits = np.unpackbits(packed.numpy(), count=math.prod(shape), bitorder="little")
+    return torch.from_numpy(bits).bool().view(shape)
 
 
 def unit_parts(settings: KeptModels, unit: Unit, dtype: Dtype) -> dict[str, TensorInfo]:
@@ -173,7 +168,7 @@ class ModelKeeper:
         for writer in self._writers.values():
             writer.commit()
         kept = {
-            self._plan.models[model].name: {
+            model: {
                 "folder": str(number),
                 "model": self._plan.models[model].checkpoint.label,
                 "scale": self._scale(model),
@@ -186,7 +181,7 @@ class ModelKeeper:
         (self._folder / KEPT_MANIFEST).write_bytes(report_bytes(manifest))
         return manifest
 
-    def _scale(self, model: int) -> float:
+    def _scale(self, model: str) -> float:
         own, agreed = self._totals[model]
         return own / agreed if agreed > 0 else 1.0
 

@@ -37,6 +37,7 @@ from moemerge.config.parameters import BasePolicy as BasePolicy  # methods take 
 from moemerge.errors import ConfigError, MoeMergeError, UsageError, in_one_line
 from moemerge.registry import Registry
 from moemerge.runtime.devices import is_out_of_memory
+from moemerge.statistics.file import UnitStatistics as UnitStatistics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,18 +48,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class NoParams:
     """Parameters of a method that has none."""
-
-
-@dataclass(frozen=True)
-class UnitStatistics:
-    """One unit's statistics over its model's own text, for methods that declare `statistics`."""
-
-    # gram: (in, in), mean of x xᵀ. fisher: the unit's shape, mean squared gradients.
-    # activation: (in,), mean |x|.
-    values: Tensor
-    tokens: int  # tokens that passed through the unit
-    domain_tokens: int  # all tokens of the model's text
-    sequences: int  # number of sequences in a mean over sequences
 
 
 @dataclass(frozen=True)
@@ -213,12 +202,16 @@ def merge_method(
     elementwise: bool = False,
     statistics: StatisticsKind | None = None,
     weights: WeightsFunction | None = None,
+    time: MethodTime = "passes",
+    in_runs: Sparsified | None = None,
 ) -> Callable[[MergeFunction], MergeFunction]:
     """Register a merge method under the `name` that configs use.
 
     `models` is the minimum and maximum number of inputs, without a separate base.
     With `statistics`, each input carries its model's statistics of the unit if there are any.
-    `weights` returns each model's weight and refuses invalid ones.
+    `weights` returns each model's weight and refuses invalid ones. `time` is what dominates the run
+    time; `moemerge ls methods` lists it. `in_runs` merges units that are too large for memory, with
+    the same result.
     """
 
     if elementwise and statistics is not None:
@@ -242,35 +235,13 @@ def merge_method(
                 *parameter_specs(options, per_model=False),
             ),
             statistics=statistics,
-            time=getattr(function, _TIME, "passes"),
+            time=time,
         )
-        in_runs = getattr(function, _IN_RUNS, None)
         method = MergeMethod(schema, function, per_model, options, elementwise, weights, in_runs)
         METHODS.add(name, method)
         return function
 
     return register
-
-
-_TIME = "moemerge_time"
-_IN_RUNS = "moemerge_in_runs"
-
-
-def declares(
-    *, time: MethodTime = "passes", in_runs: Sparsified | None = None
-) -> Callable[[MergeFunction], MergeFunction]:
-    """Declare more about a method. The decorator goes below `merge_method`.
-
-    `time` is what dominates the run time; `moemerge ls methods` lists it. `in_runs` merges units
-    that are too large for memory, with the same result.
-    """
-
-    def mark(function: MergeFunction) -> MergeFunction:
-        setattr(function, _TIME, time)
-        setattr(function, _IN_RUNS, in_runs)
-        return function
-
-    return mark
 
 
 def yaml_key(f: Any) -> str:

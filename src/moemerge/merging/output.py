@@ -9,7 +9,6 @@ from typing import Any
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import main_dtype
-from moemerge.config.resolve import NormalisedMerge
 from moemerge.errors import ArchitectureError, TokenizerError
 from moemerge.merging.plan import MergePlan
 from moemerge.merging.tokenizer.embeddings import Vocabularies
@@ -46,8 +45,7 @@ class OutputFiles:
 
 
 def merge_output_files(
-    merge: NormalisedMerge,
-    models: Mapping[str, OpenModel],
+    donor: OpenModel,
     vocabularies: Vocabularies,
     output: MergePlan,
     chat_template: str | None,
@@ -55,9 +53,9 @@ def merge_output_files(
     requantise: bool = False,
 ) -> OutputFiles:
     """Return all files except weights. The donor is the base or, without one, the first model."""
-    donor = models[merge.name_of(merge.donor)]
+    models = output.models
     copied = donor.checkpoint.companions()
-    config = result_config(donor, models, output)
+    config = result_config(donor, output)
     if requantise and (stored := donor.checkpoint.quantisation) is not None:
         config = _updated(config, stored.keys[:-1], {stored.keys[-1]: dict(stored.section)})
     made: dict[str, bytes] = {}
@@ -76,7 +74,7 @@ def merge_output_files(
         notices += _differing("chat templates", donor, models, read_chat_template, setting)
     if vocabularies.plan is None:
         notices += _differing("special tokens", donor, models, _special_tokens, "`tokenizer:`")
-    tokenizer = _tokenizer(merge, models, donor, vocabularies.plan, chat_template)
+    tokenizer = _tokenizer(models, donor, vocabularies.plan, chat_template)
     if tokenizer is not None:
         copied = {name: path for name, path in copied.items() if not is_tokenizer_file(name)}
         made |= tokenizer
@@ -118,7 +116,6 @@ def _special_tokens(folder: Path) -> str | None:
 
 
 def _tokenizer(
-    merge: NormalisedMerge,
     models: Mapping[str, OpenModel],
     donor: OpenModel,
     plan: TokenizerPlan | None,
@@ -128,10 +125,8 @@ def _tokenizer(
     files = None if plan is None else tokenizer_files(plan)
     if chat_template is None:
         return files
-    folders = {
-        merge.models[name]: model.checkpoint.tokenizer_folder for name, model in models.items()
-    }
-    text = resolve_chat_template(chat_template, folders, list(folders))
+    folders = [model.checkpoint.tokenizer_folder for model in models.values()]
+    text = resolve_chat_template(chat_template, folders)
     if text is None:
         return files
     return with_chat_template(files or donor_files(donor.checkpoint.tokenizer_folder), text)
@@ -145,14 +140,12 @@ def _for_vocabulary(
     return config_for(content, plan, own=own, donor=theirs)
 
 
-def result_config(
-    donor: OpenModel, models: Mapping[str, OpenModel], output: MergePlan
-) -> dict[str, Any]:
+def result_config(donor: OpenModel, output: MergePlan) -> dict[str, Any]:
     """Return the donor's config.json with the result's layers and dtype."""
     config = {k: v for k, v in donor.checkpoint.config.items() if k not in NOT_CARRIED}
     key = donor.architecture.layer_key
     if output.layer_origins != tuple((donor.name, n) for n in range(donor.architecture.num_layers)):
-        origins = [(models[name], layer) for name, layer in output.layer_origins]
+        origins = [(output.models[name], layer) for name, layer in output.layer_origins]
         values: dict[str, Any] = {name: each * len(origins) for name, each in key.count.items()}
         values |= {name: _by_layer(name, origins) for name in key.lists}
         values |= {name: _renumbered(name, origins) for name in key.numbers}
@@ -165,7 +158,10 @@ def result_config(
     return _with_dtype(config, str(main_dtype(output.tensors)))
 
 
-def _by_layer(name: str, origins: Sequence[tuple[OpenModel, int]]) -> Any:
+Origins = Sequence[tuple[OpenModel, int]]  # (model, its layer) of each layer of the result
+
+
+def _by_layer(name: str, origins: Origins) -> Any:
     """Return a config value that has one entry per layer, for the stacked slices."""
     entries = []
     for model, layer in origins:
@@ -177,9 +173,6 @@ def _by_layer(name: str, origins: Sequence[tuple[OpenModel, int]]) -> Any:
             )
         entries.append(value[layer])
     return "".join(entries) if isinstance(value, str) else entries
-
-
-Origins = Sequence[tuple[OpenModel, int]]
 
 
 def _renumbered(name: str, origins: Origins) -> list[int]:

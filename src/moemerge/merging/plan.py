@@ -16,22 +16,23 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import WHOLE, Slot, Unit
 from moemerge.checkpoint import Checkpoint, TensorInfo
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
+from moemerge.checkpoint.tensors import RowRange
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError
 from moemerge.merging.method import MergeMethod
 from moemerge.merging.wrapper import Wrap
 from moemerge.runtime.dtypes import Dtype
+from moemerge.statistics.file import Statistics
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from moemerge.statistics.file import Statistics
 
 # Tensors that methods hold besides their inputs: result, task-vector sum, mask, magnitudes.
 TEMPORARIES = 4
@@ -58,7 +59,7 @@ class NeuronScale:
 class UnitInput:
     """One model's stored unit, and the method's parameters for it."""
 
-    model: int  # position in MergePlan.models
+    model: str  # key of MergePlan.models
     tensor: str
     slot: Slot
     params: Any = None
@@ -83,11 +84,12 @@ class UnitMerge:
     large: LargeUnit | None = None  # the unit of which this merges some rows
 
     @property
-    def elementwise(self) -> bool:
-        """Return whether elements are independent. Wrappers need whole units."""
-        if not self.method.elementwise or self.wraps or self.whole:
-            return False
-        return not any(isinstance(source.scale, NeuronScale) for source in self.inputs)
+    def divisible(self) -> bool:
+        """Return whether some rows can be merged alone if the method can do that."""
+        neurons = any(isinstance(source.scale, NeuronScale) for source in self.inputs)
+        slots = (self.unit.slot, *(source.slot for source in self.reads))
+        stored_whole = all(slot == WHOLE for slot in slots)
+        return stored_whole and not (self.wraps or self.whole or neurons or self.prepare)
 
     @property
     def reads(self) -> tuple[UnitInput, ...]:
@@ -123,7 +125,7 @@ class LargeUnit:
     """A unit that is merged in runs of rows; the first run surveys all of them."""
 
     merge: UnitMerge
-    runs: tuple[tuple[int, int], ...]
+    runs: tuple[RowRange, ...]
     surveys: Sequence[Any] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -133,7 +135,7 @@ class MergeBlock:
     """Rows of one output tensor that are written together."""
 
     tensor: str
-    rows: tuple[int, int] | None
+    rows: RowRange | None
     shape: tuple[int, ...]
     planned: tuple[UnitMerge, ...]  # empty: a copy
     copy: UnitInput | None = None
@@ -160,15 +162,17 @@ class MergeBlock:
 
 
 def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[MergeBlock]:
-    """Group a tensor's units by the rows they share. Split large elementwise units into runs."""
-    if len(merges) == 1 and _splits(merges[0]):
-        yield from _runs(info, merges[0], _run_rows(info, RUN_ELEMENTS))
-        return
-    if len(merges) == 1 and _is_large(merges[0]) and info.rows > (step := _large_step(info)):
-        large = LargeUnit(merges[0], tuple(pairwise([*range(0, info.rows, step), info.rows])))
-        yield from _runs(info, replace(merges[0], large=large), step)
-        return
-    by_rows: dict[tuple[int, int] | None, list[UnitMerge]] = defaultdict(list)
+    """Group a tensor's units by the rows they share. Split large units into runs if possible."""
+    first = merges[0]
+    if len(merges) == 1 and first.divisible:
+        if first.method.elementwise:
+            yield from _runs(info, first, _run_rows(info))
+            return
+        if _is_large(first) and info.rows > (step := _large_step(info)):
+            large = LargeUnit(first, tuple(filter(None, _row_ranges(info, step))))
+            yield from _runs(info, replace(first, large=large), step)
+            return
+    by_rows: dict[RowRange | None, list[UnitMerge]] = defaultdict(list)
     for merge in merges:
         by_rows[merge.unit.slot.rows].append(merge)
     for rows, group in by_rows.items():
@@ -183,54 +187,44 @@ def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[Mer
 
 def copy_in_blocks(info: TensorInfo, source: UnitInput) -> Iterator[MergeBlock]:
     """Copy a tensor, a large one in runs of rows."""
-    step = _run_rows(info, RUN_ELEMENTS)
-    if info.rows <= step:
-        yield MergeBlock(info.name, None, info.shape, (), copy=source)
-        return
-    for rows in pairwise([*range(0, info.rows, step), info.rows]):
+    for rows in _row_ranges(info, _run_rows(info)):
         yield MergeBlock(info.name, rows, info.block_shape(rows), (), copy=source)
-
-
-def _splits(merge: UnitMerge) -> bool:
-    if not merge.elementwise or merge.prepare is not None or not merge.unit.shape:
-        return False
-    return all(u.slot == WHOLE for u in merge.reads)
 
 
 def _is_large(merge: UnitMerge) -> bool:
     """Return whether a method with `in_runs` merges the unit in runs."""
-    shape = merge.unit.shape
-    if merge.method.in_runs is None or len(shape) < 2 or math.prod(shape) <= LARGE_ELEMENTS:
+    if merge.method.in_runs is None or merge.base is None:
         return False
-    if merge.wraps or merge.whole or merge.prepare is not None or merge.base is None:
-        return False
-    neurons = any(isinstance(source.scale, NeuronScale) for source in merge.inputs)
-    whole = merge.unit.slot == WHOLE and all(source.slot == WHOLE for source in merge.reads)
-    return whole and not neurons
+    return len(merge.unit.shape) > 1 and math.prod(merge.unit.shape) > LARGE_ELEMENTS
 
 
 def _large_step(info: TensorInfo) -> int:
     """Return the number of rows of a run: the smallest that holds whole chunks only."""
     columns = math.prod(info.shape[1:])
     whole = CHUNK_ELEMENTS // math.gcd(columns, CHUNK_ELEMENTS)  # fewest rows that fill chunks
-    return -(-_run_rows(info, RUN_ELEMENTS) // whole) * whole
+    return -(-_run_rows(info) // whole) * whole
 
 
-def _run_rows(info: TensorInfo, elements: int) -> int:
-    step = max(1, elements * info.rows // max(1, info.nbytes // info.dtype.itemsize))
+def _run_rows(info: TensorInfo) -> int:
+    """Return the rows of a run of about `RUN_ELEMENTS` elements."""
+    step = max(1, RUN_ELEMENTS * info.rows // max(1, info.nbytes // info.dtype.itemsize))
     return -(-step // info.step) * info.step if isinstance(info, QuantisedInfo) else step
 
 
-def _runs(info: TensorInfo, merge: UnitMerge, step: int) -> Iterator[MergeBlock]:
+def _row_ranges(info: TensorInfo, step: int) -> Sequence[RowRange | None]:
+    """Return the rows of each run of at most `step` rows; None for a tensor that is one run."""
     if info.rows <= step:
-        yield MergeBlock(info.name, None, info.shape, (merge,))
-        return
-    for start in range(0, info.rows, step):
-        rows = (start, min(start + step, info.rows))
-        yield MergeBlock(info.name, rows, info.block_shape(rows), (in_rows(merge, rows),))
+        return [None]
+    return list(pairwise([*range(0, info.rows, step), info.rows]))
 
 
-def in_rows(merge: UnitMerge, rows: tuple[int, int]) -> UnitMerge:
+def _runs(info: TensorInfo, merge: UnitMerge, step: int) -> Iterator[MergeBlock]:
+    for rows in _row_ranges(info, step):
+        part = merge if rows is None else in_rows(merge, rows)
+        yield MergeBlock(info.name, rows, info.block_shape(rows), (part,))
+
+
+def in_rows(merge: UnitMerge, rows: RowRange) -> UnitMerge:
     """Return the merge of some rows of a whole unit."""
     slot = Slot(rows=rows)
     return replace(
@@ -266,16 +260,12 @@ class Ledger:
     def __init__(self) -> None:
         self._accounts: dict[str, dict[str, Account]] = defaultdict(dict)
 
-    def record(self, tensor: str, fates: Mapping[str, Account]) -> None:
-        """Record a tensor's fate in some models.
-
-        A use replaces an earlier drop, because a stack may be used in part.
-        """
-        for model, account in fates.items():
-            accounts = self._accounts[model]
-            known = accounts.get(tensor)
-            if known is None or known.fate is Fate.DROPPED:
-                accounts[tensor] = account
+    def record(self, model: str, tensor: str, account: Account) -> None:
+        """Record a use of a tensor. It replaces an earlier drop: a stack may be used in part."""
+        accounts = self._accounts[model]
+        known = accounts.get(tensor)
+        if known is None or known.fate is Fate.DROPPED:
+            accounts[tensor] = account
 
     def tensors(self, model: str) -> Collection[str]:
         """Return the recorded tensors of a model."""
@@ -300,7 +290,7 @@ def _unused(model: OpenModel, tensor: str) -> str:
 class MergePlan:
     """The blocks of every output tensor, and how every input tensor is used."""
 
-    models: tuple[OpenModel, ...]
+    models: Mapping[str, OpenModel]  # by name
     tensors: tuple[TensorInfo, ...]  # output tensors, in writing order
     blocks: tuple[MergeBlock, ...]
     accounts: Accounts
@@ -308,14 +298,18 @@ class MergePlan:
     seed: int = 0
     notices: tuple[str, ...] = ()
     layer_origins: tuple[tuple[str, int], ...] = ()  # (reference model, its layer) by layer
-    quantised: Mapping[str, int] = field(default_factory=dict)  # output tensor -> model
-    # Keyed by the model's position; empty until they are computed.
-    statistics: Mapping[tuple[int, StatisticsKind], Statistics] = field(default_factory=dict)
+    quantised: Mapping[str, str] = field(default_factory=dict)  # output tensor -> model
+    # By the model's name; empty until they are computed.
+    statistics: Mapping[tuple[str, StatisticsKind], Statistics] = field(default_factory=dict)
 
     @cached_property
     def dtypes(self) -> Mapping[str, Dtype]:
         """Return the dtype of each output tensor."""
         return {t.name: t.dtype for t in self.tensors}
+
+    @property
+    def input_folders(self) -> list[Path]:
+        return [folder for model in self.models.values() for folder in model.checkpoint.folders]
 
     @property
     def bytes_written(self) -> int:
@@ -334,7 +328,7 @@ class MergePlan:
         """Return the bytes of all input files. A file that several models share counts once."""
         files = {s.path for s in self.statistics.values()}
         weights: dict[tuple[int, ...], int] = {}
-        for model in self.models:
+        for model in self.models.values():
             weights |= model.checkpoint.file_sizes
         return sum(weights.values()) + sum(path.stat().st_size for path in files)
 

@@ -12,7 +12,7 @@ from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import ROUTING_ROLES, WHOLE, Role, Unit
 from moemerge.checkpoint import TensorInfo
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
-from moemerge.config.coefficients import Coefficients
+from moemerge.config.load import LoadedConfig
 from moemerge.config.parameter_values import ParameterReader, TensorContext
 from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
 from moemerge.errors import ArchitectureError, CheckpointError
@@ -37,6 +37,8 @@ from moemerge.merging.tokenizer.embeddings import Vocabularies
 from moemerge.merging.wrapper import WRAPPERS, Wrap
 from moemerge.runtime.dtypes import parse_dtype
 
+Planned = tuple[TensorInfo, list[MergeBlock]]  # an output tensor and its blocks
+
 
 def open_inputs(merge: NormalisedMerge) -> dict[str, OpenModel]:
     """Open every model of the merge by name. Reads headers only."""
@@ -52,32 +54,28 @@ class Planner:
 
     def __init__(
         self,
-        merge: NormalisedMerge,
+        loaded: LoadedConfig,
         models: Mapping[str, OpenModel],
         vocabularies: Vocabularies,
-        dtype: str | None,
-        out_dtype: str | None,
         *,
-        coefficients: Coefficients | None = None,
-        requantise: bool = False,
-        whole: bool = False,
+        requantise: bool,
     ) -> None:
+        config, coefficients, merge = loaded.config, loaded.coefficients, loaded.merge
         self.merge = merge
         self.models = models
-        self.position = {name: i for i, name in enumerate(models)}
         self.index = {name: UnitIndex(model) for name, model in models.items()}
         self.destinations = Destinations(merge, self.index)
         self.vocabularies = vocabularies
         self.method = METHODS.get(merge.schema.name)
         router = merge.router_schema
         self.router_method = None if router is None else METHODS.get(router.name)
-        chosen = out_dtype or dtype
-        self.out_dtype = None if chosen is None else parse_dtype(chosen)
-        self.input_dtype = None if dtype is None else parse_dtype(dtype)
+        self.input_dtype = None if config.dtype is None else parse_dtype(config.dtype)
+        out_dtype = config.out_dtype
+        self.out_dtype = self.input_dtype if out_dtype is None else parse_dtype(out_dtype)
         self.requantise = requantise
-        self.whole = whole  # every unit is merged unsplit and with the base
-        self.weighing = Weighing(coefficients)
-        self.quantised: dict[str, int] = {}  # output tensor -> model with its quantised format
+        self.whole = config.tasks is not None  # every unit is merged unsplit and with the base
+        self.weighing = None if coefficients is None else Weighing(coefficients)
+        self.quantised: dict[str, str] = {}  # output tensor -> model with its quantised format
         self.ledger = Ledger()
         self.missing: dict[tuple[str, str], list[str]] = defaultdict(list)
         self.names: dict[str, set[str]] = defaultdict(set)  # role -> names of merged tensors
@@ -105,12 +103,13 @@ class Planner:
                 blocks.extend(planned[1])
         for (model, reference), names in self.missing.items():
             raise matching.missing_error(self.models[model], self.models[reference], names)
-        self.weighing.check_all_used()
+        if self.weighing is not None:
+            self.weighing.check_all_used()
         for info, copied in self._extras({t.name for t in tensors}):
             tensors.append(info)
             blocks.extend(copied)
         return MergePlan(
-            models=tuple(self.models.values()),
+            models=self.models,
             tensors=tuple(tensors),
             blocks=tuple(blocks),
             accounts=self.ledger.complete(self.models),
@@ -122,14 +121,13 @@ class Planner:
 
     # -- one tensor --------------------------------------------------------------------------
 
-    def _planned(
-        self, reference: str, name: str, to: Destination
-    ) -> tuple[TensorInfo, list[MergeBlock]] | None:
+    def _planned(self, reference: str, name: str, to: Destination) -> Planned | None:
         kind = self._kinds.kind(reference, name, to) if self._by_kind else None
         unit = self.index[reference].by_tensor[name][0]
         alike = self._kinds.like(kind, unit)
         if alike is not None:
-            self.ledger.record(unit.tensor, alike.fates)
+            for model, account in alike.fates.items():
+                self.ledger.record(model, unit.tensor, account)
             return alike.info, [alike.block]
         planned = self._tensor(reference, name, to)
         if kind is not None and planned is not None:
@@ -139,9 +137,7 @@ class Planner:
                 self._kinds.add(kind, matching.PlannedTensor(info, blocks[0], fates))
         return planned
 
-    def _tensor(
-        self, reference: str, name: str, to: Destination
-    ) -> tuple[TensorInfo, list[MergeBlock]] | None:
+    def _tensor(self, reference: str, name: str, to: Destination) -> Planned | None:
         index = self.index[reference]
         stored = index.model.checkpoint.tensors[name]
         units = index.by_tensor[name]
@@ -161,33 +157,26 @@ class Planner:
                     self.missing[model, reference].append(name)
                 return None
             why = f"not in every model ({', '.join(lacking)} lack it)"
+            unused = Account(Fate.DROPPED, f"{why}; {reference}'s is copied")
             for model in matches.keys() - {reference, *lacking}:
                 for unit in filter(None, matches[model]):
-                    self.ledger.record(
-                        unit.tensor,
-                        {model: Account(Fate.DROPPED, f"{why}; {reference}'s is copied")},
-                    )
+                    self.ledger.record(model, unit.tensor, unused)
             return self._copied(reference, name, output, stored, why)
         whole = cast(Mapping[str, list[Unit]], matches)  # none is missing
         if not stored.dtype.is_floating_point:
             return self._integers(reference, output, stored, whole)
-        info = self._output_info(output, stored, units, whole)
-        if self.requantise and isinstance(stored, QuantisedInfo):
-            info = self._quantised(stored, reference)
+        info = self._output_info(reference, output, stored, units, whole)
         merges = [self._unit(i, unit, whole, to, info) for i, unit in enumerate(units)]
-        self._account(whole, merges)
+        for model, account in self._fates(whole, merges).items():
+            for unit in whole[model]:
+                self.ledger.record(model, unit.tensor, account)
         return info, list(split_into_blocks(info, merges))
-
-    def _account(self, matches: Mapping[str, list[Unit]], merges: Sequence[UnitMerge]) -> None:
-        for model, account in self._fates(matches, merges).items():
-            for unit in matches[model]:
-                self.ledger.record(unit.tensor, {model: account})
 
     def _fates(self, models: Iterable[str], merges: Sequence[UnitMerge]) -> dict[str, Account]:
         used = {source.model for merge in merges for source in merge.reads}
         why = f"{merges[0].method.name!r} merges the other models alone"
         unused = Account(Fate.DROPPED, why)  # a base that only provides its config
-        return {m: MERGED if self.position[m] in used else unused for m in models}
+        return {m: MERGED if m in used else unused for m in models}
 
     def _slice(self, to: Destination) -> MergeSlice:
         return self.merge.slices[to.slice_index]
@@ -207,6 +196,7 @@ class Planner:
 
     def _output_info(
         self,
+        reference: str,
         output: str,
         stored: TensorInfo,
         units: tuple[Unit, ...],
@@ -226,11 +216,17 @@ class Planner:
         shape = stored.shape
         if self.vocabularies.spans(units[0]):
             shape = self.vocabularies.shape(units[0])
-        return TensorInfo.of(output, self.out_dtype or stored.dtype, shape)
+        return self._declare(output, shape, stored, reference)
 
-    def _quantised(self, stored: QuantisedInfo, model: str) -> QuantisedInfo:
-        self.quantised[stored.name] = self.position[model]
-        return stored
+    def _declare(
+        self, output: str, shape: tuple[int, ...], stored: TensorInfo, model: str
+    ) -> TensorInfo:
+        """Return an output tensor, in the format that the model stores if it is requantised."""
+        if self.requantise and isinstance(stored, QuantisedInfo):
+            self.quantised[stored.name] = model
+            return stored
+        dtype = self.out_dtype if stored.dtype.is_floating_point else None
+        return TensorInfo.of(output, dtype or stored.dtype, shape)
 
     def _unit(
         self,
@@ -252,7 +248,7 @@ class Planner:
         ) -> UnitInput:
             mine = matches[s.name][i]
             key = mine.key if informed or wrapped else None
-            return UnitInput(self.position[s.name], mine.tensor, mine.slot, params, key, scale)
+            return UnitInput(s.name, mine.tensor, mine.slot, params, key, scale)
 
         placed = self._placed(unit, info, to)
         tensor = TensorContext(to.slice_index, placed.names, role, to.t)
@@ -265,7 +261,11 @@ class Planner:
             if mine is not placed:
                 context = TensorContext(to.slice_index, mine.names, role, to.t)
                 names.update(context.names)
-            values, scale = self.weighing.values(reader, context, s.name, mine)
+            scale: float | NeuronScale = 1.0
+            if self.weighing is None:
+                values = reader.values(context, s.name)
+            else:
+                values, scale = self.weighing.values(reader, context, s.name, mine)
             inputs.append(source(s, self._build(method.per_model, values), scale))
         options = self._build(method.options, reader.values(tensor))
         self._check_weights(method, [u.params for u in inputs], options, placed)
@@ -324,17 +324,17 @@ class Planner:
 
     def _kept_router(
         self, keep: str, reference: str, unit: Unit, output: str, to: Destination
-    ) -> tuple[TensorInfo, list[MergeBlock]]:
+    ) -> Planned:
         index = self.index[keep]
         match = index.find(unit, self._key_in(keep, unit, to))
         if match is None:
             raise matching.missing_error(index.model, self.models[reference], [unit.tensor])
         matching.require_shape(unit, self.index[reference], match, index)
+        unused = Account(Fate.DROPPED, f"the routers are those of {keep}")
         for source in self._slice(to).models:
             other = self.index[source.name].find(unit, self._key_in(source.name, unit, to))
             if source.name != keep and other is not None:
-                why = f"the routers are those of {keep}"
-                self.ledger.record(other.tensor, {source.name: Account(Fate.DROPPED, why)})
+                self.ledger.record(source.name, other.tensor, unused)
         return self._copied(keep, match.tensor, output, index.info(match), "router: keep")
 
     @staticmethod
@@ -343,35 +343,28 @@ class Planner:
         layer = to.layers.get(model)
         return unit.key if layer is None else with_layer(unit.key, layer)
 
-    def _copied(
-        self, model: str, name: str, output: str, stored: TensorInfo, why: str
-    ) -> tuple[TensorInfo, list[MergeBlock]]:
-        self.ledger.record(name, {model: Account(Fate.COPIED, why)})
-        dtype = self.out_dtype if stored.dtype.is_floating_point else None
-        info = TensorInfo.of(output, dtype or stored.dtype, stored.shape)
-        if self.requantise and isinstance(stored, QuantisedInfo):
-            info = self._quantised(stored, model)
-        source = UnitInput(self.position[model], name, WHOLE)
-        return info, list(copy_in_blocks(info, source))
+    def _copied(self, model: str, name: str, output: str, stored: TensorInfo, why: str) -> Planned:
+        self.ledger.record(model, name, Account(Fate.COPIED, why))
+        info = self._declare(output, stored.shape, stored, model)
+        return info, list(copy_in_blocks(info, UnitInput(model, name, WHOLE)))
 
     def _integers(
         self, reference: str, output: str, stored: TensorInfo, matches: Mapping[str, list[Unit]]
-    ) -> tuple[TensorInfo, list[MergeBlock]]:
+    ) -> Planned:
         info = TensorInfo.of(output, stored.dtype, stored.shape)
         sources = {}
+        equal = Account(Fate.COPIED, "integers, equal in all models")
         for model, units in matches.items():
             dtype = self.index[model].info(units[0]).dtype
             if dtype != stored.dtype:
                 raise matching.dtype_error(stored, model, dtype)
-            self.ledger.record(
-                units[0].tensor, {model: Account(Fate.COPIED, "integers, equal in all models")}
-            )
-            sources[model] = UnitInput(self.position[model], units[0].tensor, WHOLE)
+            self.ledger.record(model, units[0].tensor, equal)
+            sources[model] = UnitInput(model, units[0].tensor, WHOLE)
         first = sources.pop(reference)
         block = MergeBlock(output, None, info.shape, (), first, tuple(sources.values()))
         return info, [block]
 
-    def _extras(self, written: set[str]) -> Iterator[tuple[TensorInfo, list[MergeBlock]]]:
+    def _extras(self, written: set[str]) -> Iterator[Planned]:
         """Yield tensors that the reference does not have.
 
         Auxiliary tensors are copied; any other is an error. No tensor is lost silently.
@@ -395,7 +388,7 @@ class Planner:
 
     def _extra(
         self, model: str, tensor: str, reference: str, written: set[str]
-    ) -> Iterator[tuple[TensorInfo, list[MergeBlock]]]:
+    ) -> Iterator[Planned]:
         """Yield an auxiliary tensor that the reference does not have.
 
         With slices, layers that are not the reference's have no position and are skipped.
@@ -405,9 +398,8 @@ class Planner:
             return
         why = f"not in every model ({reference} lacks it)"
         if tensor in written:
-            self.ledger.record(
-                tensor, {model: Account(Fate.DROPPED, f"{why}; another model's is copied")}
-            )
+            dropped = Account(Fate.DROPPED, f"{why}; another model's is copied")
+            self.ledger.record(model, tensor, dropped)
             return
         written.add(tensor)
         stored = index.model.checkpoint.tensors[tensor]
@@ -422,7 +414,7 @@ class Planner:
                 f"but {self.models[reference].label} ties it to the embeddings",
                 hint="untie the base first, or leave that model out",
             )
-        self.ledger.record(tensor, {model: Account(Fate.DROPPED, "a copy of the tied embeddings")})
+        self.ledger.record(model, tensor, Account(Fate.DROPPED, "a copy of the tied embeddings"))
 
     def _notices(self) -> Iterator[str]:
         for model in self.models.values():

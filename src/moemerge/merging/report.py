@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,41 +104,28 @@ class MergeReport:
         return {k: v for k, v in document.items() if k not in OPTIONAL or v not in (None, {}, [])}
 
 
-def describe_plan(
-    plan: MergePlan, method: str, router: str | None, bases: Collection[str] = ()
-) -> MergeReport:
-    """Return the report of a plan that has not run; `bases` are models that are bases alone."""
-    return MergeReport(
-        method=method,
-        router=router,
-        models=_accounts(plan, bases),
-        output_tensors=len(plan.tensors),
-        output_bytes=plan.bytes_written,
-        output_parameters=sum(t.nbytes // t.dtype.itemsize for t in plan.tensors),
-        dtypes=tuple(sorted({t.stored_as for t in plan.tensors})),
-        bytes_read=plan.bytes_read,
-        peak_block_bytes=plan.peak_block_bytes,
-        seed=plan.seed,
-        notices=plan.notices,
-    )
+def account_for_inputs(
+    plan: MergePlan, bases: Collection[str], shown: Callable[[str], str]
+) -> tuple[ModelAccount, ...]:
+    """Return every model's account; `bases` are models that are bases alone.
 
-
-def _accounts(plan: MergePlan, bases: Collection[str]) -> tuple[ModelAccount, ...]:
+    `shown` maps a model's label to that in the report.
+    """
     rest: dict[tuple[str, Fate], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for model, accounts in plan.accounts.items():
         for tensor, (fate, reason) in accounts.items():
             rest[model, fate][reason].append(tensor)
     return tuple(
         ModelAccount(
-            name=m.name,
-            reference=m.checkpoint.label,
-            tensors=len(m.checkpoint.tensors),
-            merged=sum(map(len, rest[m.name, Fate.MERGED].values())),
-            copied=dict(rest[m.name, Fate.COPIED]),
-            dropped=dict(rest[m.name, Fate.DROPPED]),
-            base=m.name in bases,
+            name=name,
+            reference=shown(model.checkpoint.label),
+            tensors=len(model.checkpoint.tensors),
+            merged=sum(map(len, rest[name, Fate.MERGED].values())),
+            copied=dict(rest[name, Fate.COPIED]),
+            dropped=dict(rest[name, Fate.DROPPED]),
+            base=name in bases,
         )
-        for m in plan.models
+        for name, model in plan.models.items()
     )
 
 

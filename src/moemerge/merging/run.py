@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moemerge.architectures.config_check import check_config
 from moemerge.architectures.opened import OpenModel, check_configs
@@ -27,7 +27,6 @@ from moemerge.config.checks import filter_faults
 from moemerge.config.coefficients import Coefficients
 from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig
-from moemerge.config.parameters import StatisticsKind
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.config.settings import MergeSettings, as_flags
 from moemerge.errors import ArchitectureError, UsageError
@@ -36,7 +35,7 @@ from moemerge.merging.kept import ModelKeeper, kept_tensors
 from moemerge.merging.output import OutputFiles, merge_output_files
 from moemerge.merging.plan import MergeBlock, MergePlan, distinct
 from moemerge.merging.planner import Planner, open_inputs
-from moemerge.merging.report import MergeReport, ModelAccount, describe_plan
+from moemerge.merging.report import MergeReport, ModelAccount, account_for_inputs
 from moemerge.merging.sharing import gather_results, open_writer, own_part
 from moemerge.merging.statistics import (
     StatisticsFiles,
@@ -60,9 +59,6 @@ from moemerge.runtime.progress import Progress, counted
 from moemerge.runtime.ranks import SINGLE, Ranks, alone, neighbours, own_device
 from moemerge.text.rows import check_text
 
-if TYPE_CHECKING:
-    from moemerge.statistics.file import Statistics
-
 logger = logging.getLogger(__name__)
 # Space for config, tokenizer, report and card next to the weights.
 OTHER_FILES_BYTES = 64 * 2**20
@@ -74,12 +70,10 @@ class MergeJob:
 
     loaded: LoadedConfig
     settings: MergeSettings
-    models: Mapping[str, OpenModel]
     plan: MergePlan
     files: OutputFiles
     started: float  # start time by `time.perf_counter`
     read_before: int | None  # `disk_bytes_read` at the start
-    statistics: Mapping[tuple[str, StatisticsKind], Statistics] = field(default_factory=dict)
     pending_bytes: int = 0  # size of statistics that must still be computed
     statistics_seconds: float | None = None  # time to compute them
 
@@ -88,15 +82,12 @@ class MergeJob:
         request = self.loaded.statistics
         assert request is not None  # otherwise there is nothing to compute
         needs = {name: kinds for name, kinds in request.needs.items() if name in files}
-        opened = {**self.statistics, **open_statistics(needs, files, self.models)}
+        opened = {**self.plan.statistics, **open_statistics(needs, files, self.plan.models)}
         order = [(name, kind) for name, kinds in request.needs.items() for kind in kinds]
         statistics = {key: opened[key] for key in order if key in opened}
-        position = {name: i for i, name in enumerate(self.models)}
-        by_position = {(position[name], kind): s for (name, kind), s in statistics.items()}
         return replace(
             self,
-            plan=replace(self.plan, statistics=by_position),
-            statistics=statistics,
+            plan=replace(self.plan, statistics=statistics),
             pending_bytes=0,
             statistics_seconds=time.perf_counter() - self.started if self.pending_bytes else None,
         )
@@ -104,10 +95,10 @@ class MergeJob:
     @property
     def report(self) -> MergeReport:
         """Return the report of the planned merge."""
-        request = self.loaded.statistics
+        plan, request = self.plan, self.loaded.statistics
         notices = [
             f"statistics of {name}: {notice}"
-            for (name, _), statistics in self.statistics.items()
+            for (name, _), statistics in plan.statistics.items()
             for notice in statistics.notices
         ]
         if self.pending_bytes and request is not None:
@@ -117,17 +108,23 @@ class MergeJob:
                 "merge is done"
             )
         merge = self.loaded.merge
-        report = describe_plan(self.plan, merge.schema.name, _describe_router(merge), merge.bases)
-        shown = self.loaded.shown
-        return replace(
-            report,
-            models=tuple(replace(m, reference=shown(m.reference)) for m in report.models),
+        return MergeReport(
+            method=merge.schema.name,
+            router=_describe_router(merge),
+            models=account_for_inputs(plan, merge.bases, self.loaded.shown),
+            output_tensors=len(plan.tensors),
+            output_bytes=plan.bytes_written,
+            output_parameters=sum(t.nbytes // t.dtype.itemsize for t in plan.tensors),
+            dtypes=tuple(sorted({t.stored_as for t in plan.tensors})),
+            bytes_read=plan.bytes_read,
+            peak_block_bytes=plan.peak_block_bytes,
+            seed=plan.seed,
             wraps=tuple(reader.schema.name for reader in merge.wraps),
             coefficients=_describe_coefficients(self.loaded.coefficients),
-            statistics={} if request is None else describe_statistics(request, self.statistics),
+            statistics={} if request is None else describe_statistics(request, plan.statistics),
             statistics_seconds=self.statistics_seconds,
             settings=_changed_settings(self.settings),
-            notices=tuple(map(shown, (*report.notices, *notices))),
+            notices=tuple(map(self.loaded.shown, (*plan.notices, *notices))),
         )
 
     @property
@@ -138,15 +135,6 @@ class MergeJob:
             return 0
         inputs = {s.model for block in self.plan.blocks for m in block.planned for s in m.inputs}
         return len(inputs) * sum(info.nbytes for info in kept_tensors(self.plan, kept))
-
-    @property
-    def donor(self) -> OpenModel:
-        """Return the model whose config the result takes."""
-        return self.models[self.loaded.merge.name_of(self.loaded.merge.donor)]
-
-    @property
-    def input_folders(self) -> list[Path]:
-        return [folder for model in self.plan.models for folder in model.checkpoint.folders]
 
 
 @paused_collector()
@@ -162,45 +150,38 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     config, merge = loaded.config, loaded.merge
     seed = settings.seed if settings.seed is not None else config.seed or 0
     models = open_inputs(merge)
+    donor = models[merge.name_of(merge.donor)]
     check_configs(list(models.values()))
     vocabularies = plan_vocabularies(merge, models, config.tokenizer)
     requantise = settings.requantize == "same"
     if requantise:
-        require_requantisable(merge, models)
+        require_requantisable(merge, donor)
     if config.tasks is not None:
         _require_keepable(requantise)
-    planner = Planner(
-        merge,
-        models,
-        vocabularies,
-        config.dtype,
-        config.out_dtype,
-        coefficients=loaded.coefficients,
-        requantise=requantise,
-        whole=config.tasks is not None,
-    )
+    planner = Planner(loaded, models, vocabularies, requantise=requantise)
     output = planner.plan()
     readers = [reader for reader in (merge.reader, merge.router_reader) if reader is not None]
     ineffective = list(filter_faults(loaded.filters, readers, planner.names))
     files = merge_output_files(
-        merge, models, vocabularies, output, config.chat_template, requantise=requantise
+        donor, vocabularies, output, config.chat_template, requantise=requantise
     )
-    doubts = _config_doubts(loaded, settings, models, output, files)
+    doubts = _config_doubts(donor, output, files, lenient=settings.lenient)
+    checkpoints = [model.checkpoint for model in models.values()]
     plan = replace(
         output,
         seed=seed,
         notices=(
             *loaded.warnings,
-            *(notice for model in models.values() for notice in model.checkpoint.notices),
+            *(notice for checkpoint in checkpoints for notice in checkpoint.notices),
             *loaded.document.judge(ineffective),
             *output.notices,
             *files.notices,
             *doubts,
             *_memory_notices(output.blocks, memory),
-            *(_static_scales(merge, models) if requantise else ()),
+            *(static_scale_notices(donor.checkpoint, checkpoints) if requantise else ()),
         ),
     )
-    job = MergeJob(loaded, settings, models, plan, files, started, read_before)
+    job = MergeJob(loaded, settings, plan, files, started, read_before)
     if loaded.statistics is not None:
         data = loaded.existing(loaded.statistics.data)
         check_text(data, columns=loaded.statistics.settings.map)
@@ -208,7 +189,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
         pending = pending_bytes(loaded.statistics, models)
         job = replace(job, pending_bytes=pending)
     if out is not None:
-        check_output(out, overwrite=settings.overwrite, inputs=job.input_folders)
+        check_output(out, overwrite=settings.overwrite, inputs=plan.input_folders)
         require_space(
             out, plan.bytes_written + OTHER_FILES_BYTES + job.pending_bytes + job.kept_bytes
         )
@@ -240,25 +221,20 @@ def _memory_notices(blocks: Sequence[MergeBlock], memory: int) -> list[str]:
 
 
 def _config_doubts(
-    loaded: LoadedConfig,
-    settings: MergeSettings,
-    models: Mapping[str, OpenModel],
-    output: MergePlan,
-    files: OutputFiles,
+    donor: OpenModel, output: MergePlan, files: OutputFiles, *, lenient: bool
 ) -> list[str]:
     """Check the config.json of the result; return a warning if a lenient merge would be refused."""
-    donor = models[loaded.merge.name_of(loaded.merge.donor)]
     try:
         check_config(
             json.loads(files.made["config.json"]),
             {info.name: info for info in output.tensors},
             str(donor.checkpoint.path / "config.json"),
-            others={model.label: model.checkpoint.config for model in models.values()},
+            others={model.label: model.checkpoint.config for model in output.models.values()},
             hint=f"{CONFIG_HINT}; `lenient=True` merges it anyway",
             like=donor.architecture,
         )
     except ArchitectureError as error:
-        if not settings.lenient:
+        if not lenient:
             raise
         return [f"warning: {error.message}"]
     return []
@@ -283,7 +259,7 @@ def run_merge(
         execution = ExecutionSettings(
             device, memory_budget(job.settings), allow_nonfinite=job.settings.allow_nonfinite
         )
-        checkpoints = [model.checkpoint for model in plan.models]
+        checkpoints = [model.checkpoint for model in plan.models.values()]
         target = QuantisingWriter(writer, plan.quantised_tensors(), checkpoints)
         with keeping(job, writer.folder) as keeper:
             outcome = execute(plan, target, execution, ranks.progress(progress), keeper)
@@ -299,7 +275,10 @@ def run_merge(
             seconds=time.perf_counter() - job.started,
         )
         if ranks.leads:
-            _commit(writer, job, report)
+            writer.add_bytes(REPORT_NAME, report_file(merge=report.to_json()))
+            for model in job.plan.models.values():
+                model.checkpoint.require_unchanged()
+            writer.commit()
     report = replace(report, seconds=time.perf_counter() - job.started)
     return ranks.broadcast_object(report)
 
@@ -313,13 +292,6 @@ def write_placeholder(job: MergeJob, out: Path) -> None:
         _write_companions(writer, job, job.report)
         writer.take_over(list(writer.missing()))
         writer.commit()
-
-
-def _commit(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> None:
-    writer.add_bytes(REPORT_NAME, report_file(merge=report.to_json()))
-    for model in job.plan.models:
-        model.checkpoint.require_unchanged()
-    writer.commit()
 
 
 def _require_keepable(requantise: bool) -> None:
@@ -337,7 +309,7 @@ def keeping(job: MergeJob, folder: Path) -> AbstractContextManager[ModelKeeper |
     kept, base = job.loaded.config.tasks, job.loaded.merge.base_model
     if kept is None or base is None:
         return nullcontext()
-    model = job.models[job.loaded.merge.name_of(base)]
+    model = job.plan.models[job.loaded.merge.name_of(base)]
     return ModelKeeper(job.plan, kept, model, str(base.absolute()), folder)
 
 
@@ -386,9 +358,8 @@ def merge_card(report: MergeReport, config: str) -> str:
     )
 
 
-def require_requantisable(merge: NormalisedMerge, models: Mapping[str, OpenModel]) -> None:
+def require_requantisable(merge: NormalisedMerge, donor: OpenModel) -> None:
     """Refuse requantisation if the config's model is not quantised or layers are moved."""
-    donor = models[merge.name_of(merge.donor)]
     if donor.checkpoint.quantisation is None:
         raise UsageError(
             f'`requantize="same"`: {donor.label}, whose config the result takes, is not quantised',
@@ -399,11 +370,6 @@ def require_requantisable(merge: NormalisedMerge, models: Mapping[str, OpenModel
             '`requantize="same"` cannot move layers: the config names those that stay in floats',
             hint="merge the slices into floats, and quantise the result with the format's tool",
         )
-
-
-def _static_scales(merge: NormalisedMerge, models: Mapping[str, OpenModel]) -> list[str]:
-    donor = models[merge.name_of(merge.donor)].checkpoint
-    return static_scale_notices(donor, [model.checkpoint for model in models.values()])
 
 
 def _describe_coefficients(coefficients: Coefficients | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moemerge.checkpoint import CheckpointWriter, parse_size
-from moemerge.checkpoint.requantise import QuantisingWriter, stored_tensors
+from moemerge.checkpoint.requantise import QuantisingWriter
 from moemerge.config.settings import MergeSettings
 from moemerge.merging.execute import MergeOutcome
 from moemerge.merging.plan import MergePlan
@@ -42,10 +42,10 @@ def open_writer(
     def writer(folder: Path | None) -> CheckpointWriter:
         return CheckpointWriter(
             out,
-            list(stored_tensors(plan.tensors)),
+            [part for info in plan.tensors for part in info.parts],
             shard_bytes=parse_size(settings.out_shard_size),
             overwrite=settings.overwrite,
-            inputs=[folder for model in plan.models for folder in model.checkpoint.folders],
+            inputs=plan.input_folders,
             folder=folder,
         )
 

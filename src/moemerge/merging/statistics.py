@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,12 @@ from moemerge.architectures.opened import OpenModel
 from moemerge.config.parameters import StatisticsKind
 from moemerge.config.requests import StatisticsRequest
 from moemerge.errors import CheckpointError, MoeMergeError, NumericalError
-from moemerge.merging.method import Remark, UnitInfo, UnitStatistics
+from moemerge.merging.method import Remark, UnitInfo
 from moemerge.merging.plan import MergePlan, UnitInput, UnitMerge
+from moemerge.statistics.file import Statistics, UnitStatistics, stored_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from moemerge.statistics.file import Statistics
 
 StatisticsFiles = Mapping[str, Sequence[str | Path]]
 
@@ -32,11 +32,8 @@ def open_statistics(
     wrong: list[MoeMergeError] = []
     for name, kinds in needs.items():
         try:
-            opened = _open_all(name, files[name], models[name])
-            for kind in kinds:
-                if kind not in opened:
-                    raise _wrong_kind(name, kind, files[name], opened)
-                statistics[name, kind] = opened[kind]
+            opened = _open_all(name, kinds, files[name], models[name])
+            statistics |= {(name, kind): opened[kind] for kind in kinds}
         except MoeMergeError as error:
             wrong.append(error)
     if len(wrong) == 1:
@@ -47,10 +44,9 @@ def open_statistics(
 
 
 def _open_all(
-    name: str, files: Sequence[str | Path], model: OpenModel
+    name: str, kinds: Sequence[StatisticsKind], files: Sequence[str | Path], model: OpenModel
 ) -> dict[StatisticsKind, Statistics]:
-    from moemerge.statistics.file import Statistics
-
+    """Return a model's statistics by kind. Refuse files that lack one of `kinds`."""
     opened: dict[StatisticsKind, Statistics] = {}
     for file in files:
         statistics = Statistics.open(file)
@@ -61,21 +57,14 @@ def _open_all(
             )
         statistics.check_fits(name, model.checkpoint, model.architecture)
         opened[statistics.kind] = statistics
+    for kind in kinds:
+        if kind not in opened:
+            raise CheckpointError(
+                f"the statistics of {name!r} ({', '.join(map(str, files))}) are of kind "
+                f"{', '.join(opened)}, but the merge needs {kind}",
+                hint=f"make them with `moemerge stats MODEL FILE --data TEXT --kind {kind}`",
+            )
     return opened
-
-
-def _wrong_kind(
-    name: str,
-    kind: StatisticsKind,
-    files: Sequence[str | Path],
-    opened: Mapping[StatisticsKind, object],
-) -> CheckpointError:
-    listed = ", ".join(map(str, files))
-    return CheckpointError(
-        f"the statistics of {name!r} ({listed}) are of kind {', '.join(opened)}, but the merge "
-        f"needs {kind}",
-        hint=f"make them with `moemerge stats MODEL FILE --data TEXT --kind {kind}`",
-    )
 
 
 def pending_bytes(wanted: StatisticsRequest, models: Mapping[str, OpenModel]) -> int:
@@ -83,8 +72,6 @@ def pending_bytes(wanted: StatisticsRequest, models: Mapping[str, OpenModel]) ->
 
     On average two units have the same input and share a Gram matrix.
     """
-    from moemerge.statistics.file import stored_shape
-
     total = 0
     for name in wanted.data:
         model = models[name]
@@ -125,8 +112,7 @@ def read_statistics(
     """Return one model's statistics of a unit, on the tensor's device; None if it has none."""
     if kind is None or source.statistics is None:
         return None
-    statistics = plan.statistics[source.model, kind]
-    found = statistics.read(kind, source.statistics, tensor.device)
+    found = plan.statistics[source.model, kind].read(kind, source.statistics, tensor.device)
     if found is None:
         return None
     if kind == "fisher" and merge.prepare is not None:
@@ -135,11 +121,8 @@ def read_statistics(
         return None
     width = tensor.shape[-1]
     shapes: dict[str, tuple[int, ...]] = {"gram": (width, width), "fisher": tuple(tensor.shape)}
-    values, tokens, expected = found.values, found.tokens, shapes.get(kind, (width,))
-    _check(values, expected, source.statistics, plan.models[source.model].name)
-    # Means over sequences exclude rows of one token, which predict nothing.
-    sequences, domain_tokens = statistics.sequences, statistics.provenance.tokens
-    return UnitStatistics(values.to(tensor.device), tokens, domain_tokens, sequences)
+    _check(found.values, shapes.get(kind, (width,)), source.statistics, source.model)
+    return replace(found, values=found.values.to(tensor.device))
 
 
 def _check(values: Tensor, expected: tuple[int, ...], key: str, model: str) -> None:

@@ -75,8 +75,8 @@ _MAKE_AGAIN: Final = "make it again with `moemerge stats`"
 
 
 @dataclass(frozen=True)
-class UnitMean:
-    """One unit's statistics, in float32 on the CPU; zeros if no token passed the unit.
+class UnitStatistics:
+    """One unit's statistics over its model's own text, in float32; zeros if no token passed it.
 
     gram: (in, in), the mean of x xᵀ over the tokens that the unit read. activation and power:
     (in,), the mean of |x| and x². fisher: the unit's shape, the mean over all sequences of
@@ -86,6 +86,8 @@ class UnitMean:
 
     values: Tensor
     tokens: int  # that passed this unit
+    domain_tokens: int  # all tokens of the model's text
+    sequences: int  # in a mean over sequences, without those of one token: they predict nothing
 
 
 def stored_shape(kind: StatisticsKind, unit: tuple[int, ...]) -> tuple[int, ...]:
@@ -181,7 +183,7 @@ class Statistics:
 
     def read(
         self, kind: StatisticsKind, unit_key: str, device: torch.device | None = None
-    ) -> UnitMean | None:
+    ) -> UnitStatistics | None:
         """Return a unit's statistics, which must be of this kind; None if it has none.
 
         A Gram matrix is unpacked on `device`.
@@ -206,7 +208,8 @@ class Statistics:
                 f"{self.path}: {unit.tensor}: a sum of sizes or squares is negative or not finite",
                 hint=_MAKE_AGAIN,
             )
-        return UnitMean(values, self.counts[unit.tensor])
+        tokens = self.counts[unit.tensor]
+        return UnitStatistics(values, tokens, self.provenance.tokens, self.sequences)
 
     def tokens(self, unit_key: str) -> int | None:
         """Return the number of tokens through this unit; 0 for an expert without tokens."""

@@ -309,7 +309,7 @@ def test_multislerp_by_hand(merge):
     p = [{"weight": 1.0}, {"weight": 1.0}]
     # directions meet at 45°, mean length (1 + 3) / 2
     close(merge("multislerp", [EAST, [0.0, 3.0]], params=p), at(45, 2.0))
-    close(merge("multislerp", [EAST, [0.0, 3.0]], params=p, normalize_weights=False), at(45, 4.0))
+    close(merge("multislerp", [EAST, [0.0, 3.0]], params=p, normalize=False), at(45, 4.0))
     p = [{"weight": 1.0}, {"weight": math.sqrt(3)}]
     mean = (1 + 3 * math.sqrt(3)) / (1 + math.sqrt(3))
     close(merge("multislerp", [EAST, [0.0, 3.0]], params=p), at(60, mean))

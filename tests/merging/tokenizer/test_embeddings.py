@@ -215,10 +215,9 @@ def test_all_impossible_overrides_in_one_message(trio):
 
 def test_unchanged_embeddings_are_known_as_such(trio):
     base, chat, _ = trio
-    found = plan((base, chat), (5, 7), base, source="base")
-    assert not found.changes(base, 5)
-    assert found.changes(base, 8)
-    assert found.changes(chat, 7)
+    assert not plan((base,), (5,), base, source="base").changes
+    assert plan((base,), (8,), base, source="base").changes
+    assert plan((base, chat), (5, 7), base, source="base").changes
 
 
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -156,15 +156,28 @@ def params_shares(params: Sequence[Any], options: object, unit: UnitInfo) -> lis
     return shares([p.weight for p in params], unit)
 
 
+def optional_shares(params: Sequence[Any], options: Any, unit: UnitInfo) -> Sequence[float]:
+    """Return the models' weights, divided by their sum if `options.normalize` is set."""
+    if options.normalize:
+        return params_shares(params, options, unit)
+    return [p.weight for p in params]
+
+
 def weight_sum(weights: Sequence[float]) -> float:
     """Return Σw as a divisor: 1 if it is zero."""
     total = sum(weights)
     return 1.0 if abs(total) < ZERO_SUM else total
 
 
-def average(inputs: Sequence[ModelTensor], weights: Sequence[float]) -> Tensor:
-    """Return Σ w_i θ_i."""
-    return weighted_sum([i.tensor for i in inputs], weights)
+def average(inputs: Sequence[ModelTensor], weights: Sequence[float] | None = None) -> Tensor:
+    """Return Σ w_i θ_i; without weights the mean."""
+    return weighted_sum([i.tensor for i in inputs], weights or [1 / len(inputs)] * len(inputs))
+
+
+def from_base(base: Tensor, inputs: Sequence[ModelTensor], coefficients: Sequence[float]) -> Tensor:
+    """Return θ_0 + Σ c_i (θ_i - θ_0)."""
+    tensors = [base, *(i.tensor for i in inputs)]
+    return weighted_sum(tensors, [1 - sum(coefficients), *coefficients])
 
 
 def statistics_of(inputs: Sequence[ModelTensor], unit: UnitInfo) -> list[UnitStatistics] | None:

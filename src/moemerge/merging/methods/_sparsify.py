@@ -56,10 +56,9 @@ class Deltas:
     whole: Tensor | None = None  # the values, if the only run is the whole vector
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Deltas:
-        """Return a contiguous task vector as a single run."""
-        values = tensor.view(-1)
-        return cls(tensor.shape, tensor.dtype, lambda: iter([Run(0, 0, values)]), values)
+    def of(cls, values: Tensor, shape: tuple[int, ...]) -> Deltas:
+        """Return the flat task vector of a unit of this shape as a single run."""
+        return cls(shape, values.dtype, lambda: iter([Run(0, 0, values)]), values)
 
     @property
     def numel(self) -> int:
@@ -109,7 +108,7 @@ class Sparsified:
         """Merge a unit whose task vectors fit into memory."""
         vectors = [task_vector(i, base) for i in inputs]
         for position, (vector, model) in enumerate(zip(vectors, inputs, strict=True)):
-            deltas = Deltas.of(vector.values.view_as(base))
+            deltas = Deltas.of(vector.values, base.shape)
             thinning = self.thin(deltas, model.params, options, position, unit)
             vector.scale = thinning.apply_(deltas.runs())
         return self.add(inputs, base, vectors, options)

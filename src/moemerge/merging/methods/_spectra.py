@@ -53,10 +53,6 @@ class Spectrum:
             return cls(long, values, short)
         return cls(short, values, long, vectors[:, count:])
 
-    def top(self, count: int) -> Spectrum:
-        """Return the leading directions."""
-        return Spectrum(self.left[:, :count], self.values[:count], self.right[:, :count])
-
     @property
     def well_found(self) -> bool:
         """Return whether both sides are orthonormal far below float32's rounding error."""

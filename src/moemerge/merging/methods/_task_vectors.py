@@ -12,13 +12,13 @@ from moemerge.merging.method import ModelTensor, UnitInfo, param
 from moemerge.merging.methods._arithmetic import (
     ZERO_SUM,
     Weighted,
+    average,
     bits,
     chunks,
     flat,
     scratch,
     sign_bit,
     weight_sum,
-    weighted_sum,
 )
 from moemerge.runtime.lazy import torch
 
@@ -100,20 +100,24 @@ def add_elected(
     """
     origin = flat(base)
     out = vectors[0].values  # read before it is written, chunk by chunk
-    shares = _Shares.of(vectors, weighted=election == "weighted")
+    weights, scales = [v.weight for v in vectors], [v.scale for v in vectors]
+    gains = weights
+    if election == "weighted":  # the votes are what is summed
+        scales = [w * s for w, s in zip(weights, scales, strict=True)]
+        gains = [1.0] * len(vectors)
     buffers = scratch(origin, len(vectors) + 3)
     for at in chunks(origin):
         *votes, total, agreed, divisor = (x[: at.stop - at.start] for x in buffers)
-        flip = _vote(votes, total, [v.values[at] for v in vectors], shares.vote)
+        flip = _vote(votes, total, [v.values[at] for v in vectors], scales)
         for vote in votes:
             bits(vote).bitwise_xor_(flip)
             vote.clamp_min_(0)  # magnitudes of the values with the elected sign
-        _sum_(votes, shares.gain, out=agreed)
+        _sum_(votes, gains, out=agreed)
         if normalize:
             for vote in votes:
                 vote.sign_()
-            _sum_(votes, shares.divisor, out=divisor)
-            agreed.div_(shares.guard_(divisor, floor))
+            _sum_(votes, weights, out=divisor)
+            agreed.div_(_nonzero_(divisor, weights, floor))
         bits(agreed).bitwise_xor_(flip)
         torch.add(origin[at], agreed, alpha=factor, out=out[at])
     return out.view(base.shape)
@@ -142,31 +146,14 @@ def _sum_(terms: Sequence[Tensor], weights: Sequence[float], *, out: Tensor) -> 
         out.add_(term, alpha=weight)
 
 
-@dataclass(frozen=True)
-class _Shares:
-    """Per model, the factors for votes, for the sum and for the divisor."""
-
-    vote: tuple[float, ...]
-    gain: tuple[float, ...]
-    divisor: tuple[float, ...]
-
-    @classmethod
-    def of(cls, vectors: Sequence[TaskVector], *, weighted: bool) -> _Shares:
-        weights = tuple(v.weight for v in vectors)
-        scales = tuple(v.scale for v in vectors)
-        if weighted:
-            votes = tuple(w * s for w, s in zip(weights, scales, strict=True))
-            return cls(votes, (1.0,) * len(weights), weights)
-        return cls(scales, weights, weights)
-
-    def guard_(self, divisor: Tensor, floor: float | None) -> Tensor:
-        """Replace zeros of the divisor in place, and return it."""
-        if floor is not None:
-            return divisor.clamp_min_(floor)
-        if min(self.divisor) < 0:
-            return divisor.masked_fill_(divisor.abs() < ZERO_SUM, 1.0)
-        # With positive weights, a nonzero sum is at least the smallest weight.
-        return divisor.clamp_min_(min((w for w in self.divisor if w > 0), default=1.0))
+def _nonzero_(divisor: Tensor, weights: Sequence[float], floor: float | None) -> Tensor:
+    """Replace zeros of a sum of some of the weights in place, and return it."""
+    if floor is not None:
+        return divisor.clamp_min_(floor)
+    if min(weights) < 0:
+        return divisor.masked_fill_(divisor.abs() < ZERO_SUM, 1.0)
+    # With positive weights, a nonzero sum is at least the smallest weight.
+    return divisor.clamp_min_(min((w for w in weights if w > 0), default=1.0))
 
 
 # --- methods for linear layers --------------------------------------------------------------------
@@ -216,7 +203,7 @@ def of_task_vectors(
     def merge(inputs: Sequence[ModelTensor], base: Tensor, options: Any, unit: UnitInfo) -> Tensor:
         linear = is_linear(base, unit)
         if not linear and options.others == "average":
-            return weighted_sum([i.tensor for i in inputs], [1 / len(inputs)] * len(inputs))
+            return average(inputs)
         vectors = changes(inputs, base) if linear else []
         if not vectors:
             return base.clone(memory_format=torch.contiguous_format)

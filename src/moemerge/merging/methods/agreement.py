@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, declares, merge_method, param
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import by_chunks, chunks, flat, gram
 from moemerge.merging.methods._selection import keep_largest_, kept_count, ordered_at
 from moemerge.merging.methods._sparsify import Deltas, Sparsified, Thinning, trimming
@@ -95,8 +95,8 @@ TRIMMED = Sparsified(_trim, _elected_where_agreed)
     per_model=ConsensusTiesParams,
     options=ConsensusOptions,
     models=(2, None),
+    in_runs=TRIMMED,
 )
-@declares(in_runs=TRIMMED)
 def consensus_ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: ConsensusOptions, unit: UnitInfo
 ) -> Tensor:

@@ -13,11 +13,12 @@ from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import (
     Weighted,
+    average,
     by_chunks,
+    from_base,
     gram,
-    shares,
+    optional_shares,
     weight_sum,
-    weighted_sum,
 )
 from moemerge.merging.methods._task_vectors import SumOptions
 from moemerge.runtime.lazy import np, torch
@@ -34,28 +35,19 @@ class LinearOptions:
     normalize: bool = param(True, help="divide by the sum of the weights")
 
 
-def linear_shares(
-    params: Sequence[Weighted], options: LinearOptions, unit: UnitInfo
-) -> Sequence[float]:
-    """Return each model's weight, normalised if the options require it."""
-    weights = [p.weight for p in params]
-    return shares(weights, unit) if options.normalize else weights
-
-
 @merge_method(
     "linear",
     base=BasePolicy.MEMBER,
     per_model=Weighted,
     options=LinearOptions,
     elementwise=True,
-    weights=linear_shares,
+    weights=optional_shares,
 )
 def linear(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: LinearOptions, unit: UnitInfo
 ) -> Tensor:
     """Weighted average of the models: Σ w_i θ_i / Σ w_i."""
-    weights = linear_shares([i.params for i in inputs], options, unit)
-    return weighted_sum([i.tensor for i in inputs], weights)
+    return average(inputs, optional_shares([i.params for i in inputs], options, unit))
 
 
 @dataclass(frozen=True)
@@ -222,7 +214,7 @@ def awd(inputs: Sequence[ModelTensor], base: Tensor, options: AwdOptions, unit: 
     factors = [
         options.lambda_ * (w - shared * c_i) for w, c_i in zip(weights, c.tolist(), strict=True)
     ]
-    return weighted_sum([base, *(i.tensor for i in inputs)], [1 - sum(factors), *factors])
+    return from_base(base, inputs, factors)
 
 
 def common_part(g: Tensor, options: AwdOptions) -> Tensor:

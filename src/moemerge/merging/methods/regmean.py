@@ -13,16 +13,15 @@ from moemerge.merging.method import (
     Remark,
     UnitInfo,
     UnitStatistics,
-    declares,
     merge_method,
     param,
 )
 from moemerge.merging.methods._arithmetic import (
     ErrorWeight,
     average,
+    from_base,
     params_shares,
     statistics_of,
-    weighted_sum,
 )
 from moemerge.merging.methods._spectra import nearest_orthogonal
 from moemerge.runtime.lazy import torch
@@ -70,8 +69,8 @@ class RegMeanOptions:
     options=RegMeanOptions,
     statistics="gram",
     weights=params_shares,
+    time="decompositions",
 )
-@declares(time="decompositions")
 def regmean(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: RegMeanOptions, unit: UnitInfo
 ) -> Tensor:
@@ -259,8 +258,8 @@ class LotOptions:
     options=LotOptions,
     statistics="gram",
     weights=params_shares,
+    time="decompositions",
 )
-@declares(time="decompositions")
 def lot(inputs: Sequence[ModelTensor], base: Tensor, options: LotOptions, unit: UnitInfo) -> Tensor:
     """Least squared error of each linear layer's change on the models' own inputs.
 
@@ -303,7 +302,7 @@ def slta(
     """
     statistics = statistics_of(inputs, unit)
     if statistics is None:
-        return average(inputs, [1 / len(inputs)] * len(inputs))
+        return average(inputs)
     vectors = [i.tensor.double() - base.double() for i in inputs]
     n = len(vectors)
     a = torch.zeros(n, n, dtype=torch.float64, device=base.device)
@@ -315,8 +314,7 @@ def slta(
         inner = torch.stack([torch.stack([(y * v).sum() for v in vectors]) for y in answers])
         a += inner
         b += inner[:, t]
-    coefficients = equal_share_ridge(a, b, options.ridge).tolist()
-    return weighted_sum([base, *(i.tensor for i in inputs)], [1 - sum(coefficients), *coefficients])
+    return from_base(base, inputs, equal_share_ridge(a, b, options.ridge).tolist())
 
 
 def equal_share_ridge(a: Tensor, b: Tensor, ridge: float) -> Tensor:
@@ -346,8 +344,9 @@ class CatOptions:
     lambda_: float = param(1.0, key="lambda", help="factor on the sum of the trimmed task vectors")
 
 
-@merge_method("cat", base=BasePolicy.REQUIRED, options=CatOptions, statistics="gram")
-@declares(time="decompositions")
+@merge_method(
+    "cat", base=BasePolicy.REQUIRED, options=CatOptions, statistics="gram", time="decompositions"
+)
 def cat(inputs: Sequence[ModelTensor], base: Tensor, options: CatOptions, unit: UnitInfo) -> Tensor:
     """Trim the outputs of other models' task vectors that disturb a model's own inputs most.
 
@@ -358,7 +357,7 @@ def cat(inputs: Sequence[ModelTensor], base: Tensor, options: CatOptions, unit: 
     """
     statistics = statistics_of(inputs, unit)
     if statistics is None or not base.numel():
-        return average(inputs, [1 / len(inputs)] * len(inputs))
+        return average(inputs)
     grams = [s.values.double() * (s.tokens / s.domain_tokens) for s in statistics]
     vectors = [i.tensor.double() - base.double() for i in inputs]
     bases = []

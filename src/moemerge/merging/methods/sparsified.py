@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.errors import ConfigError
-from moemerge.merging.method import ModelTensor, UnitInfo, declares, merge_method, param
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
 from moemerge.merging.methods._sparsify import (
     Deltas,
     Sparsified,
@@ -99,8 +99,9 @@ class TiesOptions(NormalisedElection, SumOptions):
     pass
 
 
-@merge_method("ties", base=BasePolicy.REQUIRED, per_model=Thinned, options=TiesOptions)
-@declares(in_runs=TRIMMED)
+@merge_method(
+    "ties", base=BasePolicy.REQUIRED, per_model=Thinned, options=TiesOptions, in_runs=TRIMMED
+)
 def ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: TiesOptions, unit: UnitInfo
 ) -> Tensor:
@@ -134,8 +135,13 @@ class DareTiesOptions(Election, DareLinearOptions):
     pass
 
 
-@merge_method("dare_linear", base=BasePolicy.REQUIRED, per_model=Thinned, options=DareLinearOptions)
-@declares(in_runs=DROPPED)
+@merge_method(
+    "dare_linear",
+    base=BasePolicy.REQUIRED,
+    per_model=Thinned,
+    options=DareLinearOptions,
+    in_runs=DROPPED,
+)
 def dare_linear(
     inputs: Sequence[ModelTensor], base: Tensor, options: DareLinearOptions, unit: UnitInfo
 ) -> Tensor:
@@ -143,8 +149,13 @@ def dare_linear(
     return DROPPED.whole(inputs, base, options, unit)
 
 
-@merge_method("dare_ties", base=BasePolicy.REQUIRED, per_model=Thinned, options=DareTiesOptions)
-@declares(in_runs=DROPPED)
+@merge_method(
+    "dare_ties",
+    base=BasePolicy.REQUIRED,
+    per_model=Thinned,
+    options=DareTiesOptions,
+    in_runs=DROPPED,
+)
 def dare_ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: DareTiesOptions, unit: UnitInfo
 ) -> Tensor:
@@ -189,9 +200,12 @@ class DellaOptions(NormalisedElection, DellaLinearOptions):
 
 
 @merge_method(
-    "della_linear", base=BasePolicy.REQUIRED, per_model=DellaParams, options=DellaLinearOptions
+    "della_linear",
+    base=BasePolicy.REQUIRED,
+    per_model=DellaParams,
+    options=DellaLinearOptions,
+    in_runs=RANKED,
 )
-@declares(in_runs=RANKED)
 def della_linear(
     inputs: Sequence[ModelTensor], base: Tensor, options: DellaLinearOptions, unit: UnitInfo
 ) -> Tensor:
@@ -199,8 +213,9 @@ def della_linear(
     return RANKED.whole(inputs, base, options, unit)
 
 
-@merge_method("della", base=BasePolicy.REQUIRED, per_model=DellaParams, options=DellaOptions)
-@declares(in_runs=RANKED)
+@merge_method(
+    "della", base=BasePolicy.REQUIRED, per_model=DellaParams, options=DellaOptions, in_runs=RANKED
+)
 def della(
     inputs: Sequence[ModelTensor], base: Tensor, options: DellaOptions, unit: UnitInfo
 ) -> Tensor:
@@ -224,9 +239,12 @@ class BreadcrumbsTiesOptions(Election, SumOptions):
 
 
 @merge_method(
-    "breadcrumbs", base=BasePolicy.REQUIRED, per_model=BreadcrumbsParams, options=SumOptions
+    "breadcrumbs",
+    base=BasePolicy.REQUIRED,
+    per_model=BreadcrumbsParams,
+    options=SumOptions,
+    in_runs=TRIMMED,
 )
-@declares(in_runs=TRIMMED)
 def breadcrumbs(
     inputs: Sequence[ModelTensor], base: Tensor, options: SumOptions, unit: UnitInfo
 ) -> Tensor:
@@ -239,8 +257,8 @@ def breadcrumbs(
     base=BasePolicy.REQUIRED,
     per_model=BreadcrumbsParams,
     options=BreadcrumbsTiesOptions,
+    in_runs=TRIMMED,
 )
-@declares(in_runs=TRIMMED)
 def breadcrumbs_ties(
     inputs: Sequence[ModelTensor], base: Tensor, options: BreadcrumbsTiesOptions, unit: UnitInfo
 ) -> Tensor:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, UnitInfo, declares, merge_method, param
-from moemerge.merging.methods._arithmetic import weighted_sum
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.methods._arithmetic import average
 from moemerge.merging.methods._spectra import Spectrum, flattened, orthogonal_sides
 from moemerge.merging.methods._task_vectors import (
     SpectralOptions,
@@ -30,8 +30,7 @@ class IsoCtsOptions(SpectralOptions):
     )
 
 
-@merge_method("iso_c", base=BasePolicy.REQUIRED, options=SpectralOptions)
-@declares(time="decompositions")
+@merge_method("iso_c", base=BasePolicy.REQUIRED, options=SpectralOptions, time="decompositions")
 @of_task_vectors
 def iso_c(base: Tensor, vectors: list[Tensor], options: SpectralOptions, unit: UnitInfo) -> Tensor:
     """Add up the task vectors, and give every singular direction the mean strength.
@@ -48,8 +47,7 @@ def iso_c(base: Tensor, vectors: list[Tensor], options: SpectralOptions, unit: U
     return (base + options.lambda_ * merged).to(base.dtype).contiguous()
 
 
-@merge_method("iso_cts", base=BasePolicy.REQUIRED, options=IsoCtsOptions)
-@declares(time="decompositions")
+@merge_method("iso_cts", base=BasePolicy.REQUIRED, options=IsoCtsOptions, time="decompositions")
 @of_task_vectors
 def iso_cts(base: Tensor, vectors: list[Tensor], options: IsoCtsOptions, unit: UnitInfo) -> Tensor:
     """As `iso_c`, with some directions reserved for each model alone.
@@ -86,8 +84,7 @@ def _outside(shared: Spectrum, tau: Tensor, most: int) -> Spectrum:
     return Spectrum(shared.rest @ inside.left, inside.values, inside.right)
 
 
-@merge_method("tsv", base=BasePolicy.REQUIRED, options=SpectralOptions)
-@declares(time="decompositions")
+@merge_method("tsv", base=BasePolicy.REQUIRED, options=SpectralOptions, time="decompositions")
 @of_task_vectors
 def tsv(base: Tensor, vectors: list[Tensor], options: SpectralOptions, unit: UnitInfo) -> Tensor:
     """Give each model an equal share of the singular directions, and make them orthogonal.
@@ -114,8 +111,7 @@ class OpcmOptions(SpectralOptions):
     )
 
 
-@merge_method("opcm", base=BasePolicy.REQUIRED, options=OpcmOptions)
-@declares(time="decompositions")
+@merge_method("opcm", base=BasePolicy.REQUIRED, options=OpcmOptions, time="decompositions")
 @of_task_vectors
 def opcm(base: Tensor, vectors: list[Tensor], options: OpcmOptions, unit: UnitInfo) -> Tensor:
     """Add task vectors one after another, each without its overlap with the sum so far.
@@ -152,8 +148,7 @@ class LoreOptions:
     lambda_: float = param(1.0, key="lambda", help="factor on the sum of the low-rank changes")
 
 
-@merge_method("lore", base=BasePolicy.DONOR, options=LoreOptions)
-@declares(time="decompositions")
+@merge_method("lore", base=BasePolicy.DONOR, options=LoreOptions, time="decompositions")
 def lore(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: LoreOptions, unit: UnitInfo
 ) -> Tensor:
@@ -163,8 +158,7 @@ def lore(
     result is β + λ Σ δ_i; with two models it is their average. Needs no base model. All tensors
     other than linear layers are averaged.
     """
-    tensors = [i.tensor for i in inputs]
-    mean = weighted_sum(tensors, [1 / len(tensors)] * len(tensors))
+    tensors, mean = [i.tensor for i in inputs], average(inputs)
     # With two models the changes are always each other's negatives and cancel.
     if not is_linear(mean, unit) or len(tensors) < 3:
         return mean
@@ -188,5 +182,4 @@ def _shrunk(matrix: Tensor, mu: float) -> Tensor:
     nuclear = sums / (1 + mu * count)  # ‖δ‖_* if `count` values remain
     kept = max(1, int((spectrum.values > mu * nuclear).sum()))
     values = (spectrum.values[:kept] - mu * nuclear[kept - 1]).clamp_min(0)
-    top = spectrum.top(kept)
-    return (top.left * values) @ top.right.T
+    return (spectrum.left[:, :kept] * values) @ spectrum.right[:, :kept].T

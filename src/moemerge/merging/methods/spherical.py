@@ -17,9 +17,11 @@ from moemerge.merging.methods._arithmetic import (
     ZERO_SUM,
     Weighted,
     arc_coefficients,
+    average,
     cosine,
+    from_base,
     gram,
-    shares,
+    optional_shares,
     weighted_sum,
 )
 from moemerge.runtime.lazy import torch
@@ -100,16 +102,8 @@ def _arcs(x: Tensor, y: Tensor, axis: int, t: float) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class MultislerpOptions:
-    normalize_weights: bool = param(True, help="divide the weights by their sum")
+    normalize: bool = param(True, key="normalize_weights", help="divide the weights by their sum")
     eps: float = param(1e-8, minimum=0, help="norms up to this count as zero")
-
-
-def multislerp_weights(
-    params: Sequence[Weighted], options: MultislerpOptions, unit: UnitInfo
-) -> Sequence[float]:
-    """Return each model's weight, normalised if the options require it."""
-    weights = [p.weight for p in params]
-    return shares(weights, unit) if options.normalize_weights else weights
 
 
 @merge_method(
@@ -117,7 +111,7 @@ def multislerp_weights(
     base=BasePolicy.OPTIONAL,
     per_model=Weighted,
     options=MultislerpOptions,
-    weights=multislerp_weights,
+    weights=optional_shares,
 )
 def multislerp(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: MultislerpOptions, unit: UnitInfo
@@ -127,12 +121,11 @@ def multislerp(
     (Σ w_i ‖x_i‖) · u / ‖u‖ with u = Σ w_i x_i / ‖x_i‖. Directions that cancel have no mean: then
     the result is the plain Σ w_i x_i.
     """
-    tensors = [i.tensor for i in inputs]
-    weights = multislerp_weights([i.params for i in inputs], options, unit)
-    coefficients = _coefficients(gram(tensors, base), weights, options.eps)
+    weights = optional_shares([i.params for i in inputs], options, unit)
+    coefficients = _coefficients(gram([i.tensor for i in inputs], base), weights, options.eps)
     if base is None:
-        return weighted_sum(tensors, coefficients)
-    return weighted_sum([base, *tensors], [1 - sum(coefficients), *coefficients])
+        return average(inputs, coefficients)
+    return from_base(base, inputs, coefficients)
 
 
 def _coefficients(g: Tensor, weights: Sequence[float], eps: float) -> list[float]:
@@ -162,15 +155,14 @@ def karcher(
     Tensors of zeros, or nearly so, have no direction but count towards the mean length. Directions
     that cancel have no mean: then the result is the plain average.
     """
-    tensors = [i.tensor for i in inputs]
-    g = gram(tensors)
+    g = gram([i.tensor for i in inputs])
     norms = g.diagonal().sqrt()
     valid = norms > norms.max() * _NO_LENGTH
     inverse = torch.where(valid, 1 / norms, 0.0)
     mean = _mean_direction(g * inverse[:, None] * inverse, valid, options.max_iter, options.tol)
     if mean is None:
-        return weighted_sum(tensors, [1 / len(tensors)] * len(tensors))
-    return weighted_sum(tensors, (mean * inverse * norms.mean()).tolist())
+        return average(inputs)
+    return average(inputs, (mean * inverse * norms.mean()).tolist())
 
 
 def _mean_direction(cosines: Tensor, valid: Tensor, max_iter: int, tol: float) -> Tensor | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import UnitInfo, declares, merge_method, param
+from moemerge.merging.method import UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import flat
 from moemerge.merging.methods._selection import keep_largest_, kept_count
 from moemerge.merging.methods._spectra import Definite, Spectrum
@@ -46,8 +46,7 @@ class WudiOptions(OthersOptions):
     )
 
 
-@merge_method("wudi", base=BasePolicy.REQUIRED, options=WudiOptions)
-@declares(time="steps")
+@merge_method("wudi", base=BasePolicy.REQUIRED, options=WudiOptions, time="steps")
 @of_task_vectors
 def wudi(base: Tensor, deltas: list[Tensor], options: WudiOptions, unit: UnitInfo) -> Tensor:
     """Choose the task vector that interferes least with each model's own inputs.
@@ -132,13 +131,6 @@ class Interference:
             K.append(rest @ unit.T)
         dtype = mean.dtype
         return cls(torch.cat(S).to(dtype), torch.cat(K, dim=1).to(dtype))
-
-    def value(self, x: Tensor) -> float:
-        """Return the objective at the start + x."""
-        return float(torch.linalg.vector_norm(x @ self.S.T + self.K) ** 2)
-
-    def gradient(self, x: Tensor) -> Tensor:
-        return torch.mm(x @ self.S.T + self.K, self.S).mul_(2)
 
     def exact(self) -> Tensor:
         """Return the minimum-norm minimiser x = -G (SᵀS)⁺, by a solve if SᵀS is invertible."""
@@ -234,8 +226,7 @@ class DogeOptions(OthersOptions):
     steps: int = param(400, minimum=0, help="Adam's number of steps")
 
 
-@merge_method("doge", base=BasePolicy.REQUIRED, options=DogeOptions)
-@declares(time="steps")
+@merge_method("doge", base=BasePolicy.REQUIRED, options=DogeOptions, time="steps")
 @of_task_vectors
 def doge(base: Tensor, vectors: list[Tensor], options: DogeOptions, unit: UnitInfo) -> Tensor:
     """Add task vectors of equal size, corrected for conflicts outside their shared subspace.

@@ -113,7 +113,6 @@ class Vocabularies:
 
     models: Mapping[str, ModelRef]
     plan: TokenizerPlan | None = None
-    embedding_rows: Mapping[ModelRef, int] | None = None
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -121,16 +120,9 @@ class Vocabularies:
 
     def spans(self, unit: Unit) -> bool:
         """Return whether this unit has a row per token and must be mapped."""
-        if self.plan is None or unit.layer is not None or not unit.shape:
+        if self.plan is None or not self.plan.changes or unit.layer is not None or not unit.shape:
             return False
-        per_token = unit.role in (Role.EMBEDDING, Role.HEAD) and "wpe." not in unit.key
-        return per_token and self._changes
-
-    @property
-    def _changes(self) -> bool:
-        assert self.plan is not None
-        assert self.embedding_rows is not None
-        return any(self.plan.changes(m, rows) for m, rows in self.embedding_rows.items())
+        return unit.role in (Role.EMBEDDING, Role.HEAD) and "wpe." not in unit.key
 
     def shape(self, unit: Unit) -> tuple[int, ...]:
         """Return the output shape of a unit with a row per token."""
@@ -178,7 +170,7 @@ def plan_vocabularies(
     plan = plan_tokenizer(
         settings, vocabularies, base=merge.base_model, order=order, embedding_rows=known
     )
-    return Vocabularies(merge.models, plan, known)
+    return Vocabularies(merge.models, plan)
 
 
 def _embedding_rows(model: OpenModel) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MISSING: Final = -1  # in `TokenizerPlan.rows`: the model has no row for this token
 RowSources = tuple[tuple[ModelRef, int], ...]  # rows to average; empty means zero
+OwnIds = Mapping[ModelRef, Mapping[str, int]]  # each model's tokens with a row in its embedding
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,8 @@ class TokenizerPlan:
     rows: Mapping[ModelRef, Tensor]  # (tokens,) row in the model's own embedding, or MISSING
     fill: Mapping[int, RowSources]  # position in `tokens` -> sources of a missing row
     output_rows: int
+    changes: bool  # whether the mapping changes any model's embedding
     warnings: tuple[str, ...]
-
-    def changes(self, model: ModelRef, embedding_rows: int) -> bool:
-        """Return whether the mapping changes this model's embedding."""
-        own = self.rows[model]
-        same = embedding_rows == self.output_rows == len(own)
-        return not (same and torch.equal(own, torch.arange(len(own))))
 
 
 def plan_tokenizer(
@@ -60,7 +56,7 @@ def plan_tokenizer(
     first = base if base is not None else order[0]
     models = tuple(m for m in dict.fromkeys((first, *order)) if m in embedding_rows)
     donor = settings.source if isinstance(settings.source, ModelRef) else first
-    own = {  # the tokens whose id is a row of the embedding
+    own: OwnIds = {
         m: {t: i for t, i in vocabularies[m].ids.items() if i < embedding_rows[m]} for m in models
     }
 
@@ -80,6 +76,9 @@ def plan_tokenizer(
         i: overrides[ids[i][0]] if ids[i][0] in overrides else _others(ids[i][0], base, own)
         for i in missing
     }
+    empty = [ids[i][0] for i, sources in fill.items() if not sources]
+    empty = [token for token in empty if token not in overrides]
+    output_rows = _padded(ids[-1][1] + 1, settings.pad_to_multiple_of)
     return TokenizerPlan(
         donor=donor,
         vocabulary=vocabulary,
@@ -88,12 +87,12 @@ def plan_tokenizer(
         tokens=torch.tensor([i for _, i in ids], dtype=torch.long),
         rows=rows,
         fill=fill,
-        output_rows=_padded(ids[-1][1] + 1, settings.pad_to_multiple_of),
-        warnings=(
-            *_dropped_warning(donor, dropped),
-            *_ordinary_warning(appended, vocabularies),
-            *_empty_warning([ids[i][0] for i, sources in fill.items() if not sources], overrides),
+        output_rows=output_rows,
+        changes=any(
+            embedding_rows[m] != output_rows or not torch.equal(r, torch.arange(output_rows))
+            for m, r in rows.items()
         ),
+        warnings=tuple(_warnings(donor, dropped, appended, vocabularies, empty)),
     )
 
 
@@ -127,9 +126,7 @@ def _trim(donor: Vocabulary, rows: int | None) -> tuple[Vocabulary, frozenset[st
 
 
 def _union(
-    models: Sequence[ModelRef],
-    vocabularies: Mapping[ModelRef, Vocabulary],
-    own: Mapping[ModelRef, Mapping[str, int]],
+    models: Sequence[ModelRef], vocabularies: Mapping[ModelRef, Vocabulary], own: OwnIds
 ) -> list[AddedToken]:
     """Return all models' tokens: ordinary ones model by model, then added ones model by model."""
     by_id = {m: sorted(own[m], key=own[m].__getitem__) for m in models}
@@ -166,7 +163,7 @@ def _append(donor: Vocabulary, extra: Iterable[AddedToken]) -> tuple[Vocabulary,
 def _overrides(
     entries: Mapping[str, TokenEntry],
     vocabularies: Mapping[ModelRef, Vocabulary],
-    own: Mapping[ModelRef, Mapping[str, int]],
+    own: OwnIds,
     embedding_rows: Mapping[ModelRef, int],
 ) -> dict[str, RowSources]:
     """Return the row that `tokens:` names for each token. One error reports all faults."""
@@ -183,11 +180,11 @@ def _overrides(
         if isinstance(source, TokenSource) and source.kind == "zero":
             overrides[token] = ()
             continue
-        model, row, problem = _named_row(token, source, own, embedding_rows)
-        if problem:
-            problems.append(f"{token!r}: {problem}")
+        row = _named_row(token, source, own, embedding_rows)
+        if isinstance(row, str):
+            problems.append(f"{token!r}: {row}")
         else:
-            overrides[token] = ((model, row),)
+            overrides[token] = (row,)
     if problems:
         raise TokenizerError(
             "\n".join(["tokenizer.tokens:", *(f"  {p}" for p in problems)]),
@@ -199,26 +196,25 @@ def _overrides(
 def _named_row(
     token: str,
     source: ModelRef | TokenSource,
-    own: Mapping[ModelRef, Mapping[str, int]],
+    own: OwnIds,
     embedding_rows: Mapping[ModelRef, int],
-) -> tuple[ModelRef, int, str]:
-    """Return (model, row, ""), or the reason for a missing row as the last item."""
+) -> tuple[ModelRef, int] | str:
+    """Return the model and its row, or the reason why there is none."""
     model = source if isinstance(source, ModelRef) else source.model
     assert model is not None  # the config requires it for a model_token
     if model not in own:
-        return model, MISSING, f"{model} takes no part in this merge"
+        return f"{model} takes no part in this merge"
     wanted = token
     if isinstance(source, TokenSource):
         if source.token_id is not None:
-            past = source.token_id >= embedding_rows[model]
             rows = embedding_rows[model]
-            problem = f"id {source.token_id} lies beyond the {rows} rows of {model}" if past else ""
-            return model, source.token_id, problem
+            if source.token_id >= rows:
+                return f"id {source.token_id} lies beyond the {rows} rows of {model}"
+            return model, source.token_id
         wanted = source.token or token
     if wanted not in own[model]:
-        close = did_you_mean(wanted, own[model])
-        return model, MISSING, f"{model} has no token {wanted!r}{close}"
-    return model, own[model][wanted], ""
+        return f"{model} has no token {wanted!r}{did_you_mean(wanted, own[model])}"
+    return model, own[model][wanted]
 
 
 def _by_id(vocabulary: Vocabulary) -> list[tuple[str, int]]:
@@ -234,9 +230,7 @@ def _gather(own: Mapping[str, int], ids: list[tuple[str, int]], forced: set[str]
     return torch.tensor(rows, dtype=torch.long)
 
 
-def _others(
-    token: str, base: ModelRef | None, own: Mapping[ModelRef, Mapping[str, int]]
-) -> RowSources:
+def _others(token: str, base: ModelRef | None, own: OwnIds) -> RowSources:
     """Return the base's row, or the rows of all models that have the token."""
     if base is not None and token in own.get(base, ()):
         return ((base, own[base][token]),)
@@ -247,34 +241,28 @@ def _padded(rows: int, multiple: int | None) -> int:
     return rows if multiple is None else -(-rows // multiple) * multiple
 
 
-def _dropped_warning(donor: ModelRef, dropped: frozenset[str]) -> list[str]:
-    if not dropped:
-        return []
-    names = ", ".join(sorted(dropped)[:5])
-    return [
-        f"{donor}: left out {counted(len(dropped), 'token')} that its embedding has no row for "
-        f"({names}); if one of them is its pad or eos token, set another after the merge"
-    ]
-
-
-def _ordinary_warning(
-    appended: Sequence[str], vocabularies: Mapping[ModelRef, Vocabulary]
-) -> list[str]:
+def _warnings(
+    donor: ModelRef,
+    dropped: frozenset[str],
+    appended: Sequence[str],
+    vocabularies: Mapping[ModelRef, Vocabulary],
+    empty: Sequence[str],
+) -> Iterator[str]:
+    """Yield warnings; `empty` are the tokens with rows of zeros that no setting requests."""
+    if dropped:
+        names = ", ".join(sorted(dropped)[:5])
+        yield (
+            f"{donor}: left out {counted(len(dropped), 'token')} that its embedding has no row for "
+            f"({names}); if one of them is its pad or eos token, set another after the merge"
+        )
     known = {t for v in vocabularies.values() for t in v.model_ids}
     marked = {t for v in vocabularies.values() for t in v.added}
     ordinary = [t for t in appended if t in known and t not in marked]
-    if not ordinary:
-        return []
-    return [
-        f"{counted(len(ordinary), 'ordinary token')}, such as {ordinary[0]!r}, appended to the "
-        "tokenizer as whole words to be found in text; merge rules are not taken over"
-    ]
-
-
-def _empty_warning(tokens: Sequence[str], overrides: Mapping[str, RowSources]) -> list[str]:
-    empty = [t for t in tokens if t not in overrides]
-    if not empty:
-        return []
-    return [
-        f"{counted(len(empty), 'token')}, such as {empty[0]!r}, in no model; given rows of zeros"
-    ]
+    if ordinary:
+        yield (
+            f"{counted(len(ordinary), 'ordinary token')}, such as {ordinary[0]!r}, appended to the "
+            "tokenizer as whole words to be found in text; merge rules are not taken over"
+        )
+    if empty:
+        count = counted(len(empty), "token")
+        yield f"{count}, such as {empty[0]!r}, in no model; given rows of zeros"

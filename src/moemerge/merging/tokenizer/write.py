@@ -10,41 +10,22 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
+from moemerge.checkpoint.folder import TOKENIZER_FILES
 from moemerge.config.fields import CHAT_TEMPLATES
-from moemerge.config.models import ModelRef
 from moemerge.errors import TokenizerError
 from moemerge.merging.tokenizer.plan import TokenizerPlan
 from moemerge.merging.tokenizer.vocab import SPECIAL_KEYS, SPECIAL_LISTS, Vocabulary, read_json
 from moemerge.runtime.files import read_utf8
 
-PATTERNS: Final = (
-    "tokenizer*.json",
-    "tokenizer*.model",
-    "tokenization*.py",
-    "vocab*.json",
-    "vocab*.txt",
-    "merges.txt",
-    "*.tiktoken",
-    "*.spm",
-    "spiece.*",
-    "sentencepiece*.model",
-    "bpe.codes",
-    "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "additional_chat_templates/*",
-)
-
 
 def is_tokenizer_file(name: str) -> bool:
     """Return whether a companion file belongs to the tokenizer and comes from its donor."""
-    return any(fnmatch(name.lower(), pattern) for pattern in PATTERNS)
+    return any(fnmatch(name.lower(), pattern) for pattern in TOKENIZER_FILES)
 
 
 def tokenizer_files(plan: TokenizerPlan) -> dict[str, bytes]:
@@ -131,17 +112,17 @@ def config_for(
     config: Mapping[str, Any],
     plan: TokenizerPlan,
     *,
-    own: Vocabulary | None,
+    own: Vocabulary,
     donor: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Adapt `config` (config.json or generation_config.json) to the vocabulary; return warnings.
 
-    `own` is the vocabulary of the ids in `config`; if None or the donor's, the ids are unchanged.
+    `own` is the vocabulary of the ids in `config`; if it is the donor's, the ids are unchanged.
     `donor` is the same file of the tokenizer's donor, whose ids take precedence.
     """
     warnings: list[str] = []
     out = dict(config)
-    if own is not None and own.folder != plan.vocabulary.folder:
+    if own.folder != plan.vocabulary.folder:
         out.update(_special_ids(config, donor or {}, own, plan, warnings))
     if "vocab_size" in out:
         out["vocab_size"] = plan.output_rows
@@ -205,15 +186,13 @@ def _default(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def resolve_chat_template(
-    setting: str, folders: Mapping[ModelRef, Path], order: Sequence[ModelRef]
-) -> str | None:
+def resolve_chat_template(setting: str, folders: Iterable[Path]) -> str | None:
     """Return the template that `chat_template:` selects; None for `auto` if no input has one.
 
-    `auto` is the most frequent template of the inputs; ties go to the first in `order`.
+    `auto` is the most frequent template of the inputs' tokenizers; ties go to the first.
     """
     if setting == "auto":
-        texts = [read_chat_template(folders[m]) for m in order]
+        texts = map(read_chat_template, folders)
         counts = Counter(text for text in texts if text is not None)
         return counts.most_common(1)[0][0] if counts else None
     if setting in CHAT_TEMPLATES:
