@@ -331,6 +331,19 @@ def test_stacks_of_blocks(tmp_path):
     assert torch.equal(checkpoint["m.experts.down_proj"], expected)
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1)], ids=str)
+def test_stacks_with_one_scale_for_each_matrix(shape, tmp_path):
+    stack = torch.randn(3, 20, 24, generator=torch.Generator().manual_seed(7))
+    scales = stack.abs().amax((1, 2)) / 448
+    codes = (stack / scales[:, None, None]).to(torch.float8_e4m3fn)
+    parts = {"m.experts.down_proj": codes}
+    parts["m.experts.down_proj_scale_inv"] = scales.reshape(shape)
+    checkpoint = single(tmp_path, {"quant_method": "fp8"}, parts)
+    expected = (codes.float() * scales[:, None, None]).bfloat16()
+    assert torch.equal(checkpoint["m.experts.down_proj"], expected)
+    assert torch.equal(checkpoint.read("m.experts.down_proj", (1, 3)), expected[1:])
+
+
 @pytest.mark.parametrize(("stated", "dtype"), [("float16", torch.float16), (None, torch.bfloat16)])
 def test_read_in_the_dtype_that_the_config_states(tmp_path, stated, dtype):
     parts = qz.block_fp8(4, 8)("a.weight", torch.randn(8, 8))

@@ -28,6 +28,7 @@ from moemerge.checkpoint.quantised.scheme import (
 from moemerge.checkpoint.quantised.tensor import (
     DAMAGED_HINT,
     LARGEST_SCALES,
+    WORD_BITS,
     Headers,
     QuantisedInfo,
     count_pair,
@@ -51,7 +52,6 @@ READABLE: Final = (
 _PACKED: Final = {4: PACKED_INT4, 8: PACKED_INT8}
 _PLAIN: Final = {Dtype.FLOAT8_E4M3FN: ("float", E4M3), Dtype.INT8: ("int", INT8)}
 _OTHERS: Final = (".weight_shape", *LARGEST_SCALES, ".input_zero_point")
-_WORD_BITS: Final = 32
 
 ReadShape = Callable[[str], list[int]]  # the numbers of a small integer tensor
 
@@ -204,8 +204,8 @@ def _packed(
     elif stated is not None:
         shape = _shape(stated, read)
     else:
-        shape = (info.shape[0], info.shape[1] * _WORD_BITS // codes.bits)
-    if info.shape != (shape[0], -(-shape[1] * codes.bits // _WORD_BITS)):
+        shape = (info.shape[0], info.shape[1] * WORD_BITS // codes.bits)
+    if info.shape != (shape[0], -(-shape[1] * codes.bits // WORD_BITS)):
         raise CheckpointError(
             f"{info.name!r} is {list(info.shape)}, which is not {shape[0]} x {shape[1]} numbers of "
             f"{codes.bits} bits",
@@ -247,7 +247,7 @@ def _checked(
     )
     blocks = unit.blocks
     if scheme.fit is asymmetric:
-        packed = -(-blocks.down * scheme.codes.bits // _WORD_BITS), blocks.across
+        packed = -(-blocks.down * scheme.codes.bits // WORD_BITS), blocks.across
         fitting: list[tuple[Dtype, tuple[int, ...]]] = [(Dtype.INT32, packed)]
         fitting.append((Dtype.INT8, (blocks.down, blocks.across)))
         if blocks.across == 1:

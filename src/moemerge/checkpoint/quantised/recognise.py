@@ -14,10 +14,9 @@ from moemerge.checkpoint.quantised.tensor import (
     Headers,
     QuantisedInfo,
     Rounding,
-    RowRange,
     Written,
 )
-from moemerge.checkpoint.tensors import TensorInfo
+from moemerge.checkpoint.tensors import RowRange, TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import FLOAT_NAMES, Dtype, parse_dtype
 from moemerge.runtime.lazy import torch

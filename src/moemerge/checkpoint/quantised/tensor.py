@@ -14,7 +14,7 @@ from moemerge.checkpoint.quantised.scheme import (
     Scheme,
     squares,
 )
-from moemerge.checkpoint.tensors import TensorInfo
+from moemerge.checkpoint.tensors import RowRange, TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import FLOATS, Dtype
 from moemerge.runtime.lazy import torch
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 # faster with more.
 _BAND: Final = 2**18
 _GPU_BAND: Final = 2**23
-_WORD_BITS: Final = 32
+WORD_BITS: Final = 32  # of packed codes and zero points
 
-RowRange = tuple[int, int]
 FetchStored = Callable[[str, RowRange | None], "Tensor"]  # a stored tensor, or rows of it
 
 
@@ -83,10 +82,6 @@ class QuantisedInfo(TensorInfo):
         """Return all stored tensors that it consists of."""
         known = (self.codes, self.scales, self.zeros, self.order, self.factor, *self.others)
         return tuple([part for part in known if part is not None])
-
-    @property
-    def stored_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
 
     @property
     def stored_as(self) -> str:
@@ -206,7 +201,7 @@ def _bands(start: int, stop: int, columns: int, step: int, size: int = _BAND) ->
 
 
 def _rows_in_a_word(zeros: TensorInfo, codes: Codes) -> int:
-    return _WORD_BITS // codes.bits if zeros.dtype is Dtype.INT32 else 1
+    return WORD_BITS // codes.bits if zeros.dtype is Dtype.INT32 else 1
 
 
 @dataclass(frozen=True)
@@ -227,10 +222,6 @@ class _Matrix:
             self._read[part.name] = fetch(part.name, (self.expert, self.expert + 1))[0]
         whole = self._read[part.name]
         return whole if rows is None else whole[rows[0] : rows[1]]
-
-    def _rows_of(self, part: TensorInfo) -> int:
-        shape = part.shape[1:] if self.info.stacked else part.shape
-        return shape[0] if shape else 1
 
     def decode(self, start: int, stop: int) -> Tensor:
         info, blocks = self.info, self.info.blocks
@@ -273,8 +264,7 @@ class _Matrix:
         """Return scales and zero points of the blocks that contain these rows, (down, across)."""
         info, blocks = self.info, self.info.blocks
         first, last = blocks.rows_of(start, stop)
-        whole = self._rows_of(info.scales) == 1 and blocks.down > 1
-        stored = self._part(info.scales, None if not info.scales.shape or whole else (first, last))
+        stored = self._part(info.scales, (first, last) if blocks.down > 1 else None)
         scales = info.scheme.read_scales(stored.reshape(last - first, blocks.across))
         # Small scales of eight bits round to zero.
         _require_positive(scales, info.scales, zero=info.scales.dtype is Dtype.FLOAT8_E4M3FN)
