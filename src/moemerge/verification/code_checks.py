@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
 from moemerge.verification.judgement import RIGHT, ComputedOnce, Fields, Grade, Judgement, Verifier
-from moemerge.verification.sandbox.process import Ended, Limits, Sandbox, SandboxError
-from moemerge.verification.sandbox.protections import Protections, strongest
+from moemerge.verification.sandbox.process import Ended, Limits, SandboxError
+from moemerge.verification.sandbox.protections import strongest
 
 TESTS_HINT: Final = (
     "a row for code has 'tests' (a string or a list of asserts), or is one of HumanEval+ "
@@ -141,8 +141,6 @@ class CodeVerifier(Verifier):
                 "checking code means running programs that a model wrote",
                 hint="`allow_code=True` lets them run, in a sandbox",
             )
-        self._sandbox: Sandbox
-        self.protections: Protections
         self._sandbox, self.protections = strongest()
         self._limits = limits or Limits()
         self._references: ComputedOnce[Tests, float] = ComputedOnce()

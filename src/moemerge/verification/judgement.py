@@ -40,8 +40,10 @@ RIGHT = Judgement(Grade.RIGHT)
 SHOWN = 40  # characters of a text in a judgement
 
 
-def differing(given: str, expected: str) -> Judgement:
-    """Return that an answer is wrong, with both texts around the place where they differ."""
+def compare_texts(given: str, expected: str) -> Judgement:
+    """Return whether two texts are equal; if not, with both around the place where they differ."""
+    if given == expected:
+        return RIGHT
     pairs = enumerate(zip(given, expected, strict=False))
     same = next((n for n, (a, b) in pairs if a != b), min(len(given), len(expected)))
     start = max(0, same - SHOWN // 2)

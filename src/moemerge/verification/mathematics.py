@@ -164,19 +164,22 @@ class MathVerifier(Verifier):
             judgement = compare_numbers(number, response)
             if judgement is not None:
                 return judgement
-        texts = _candidates(response)
-        answer = self._pool.ask({"gold": gold, "texts": texts})
-        if answer is None:
-            return Judgement(Grade.TIMEOUT, f"math-verify took more than {self._seconds:g} s")
-        grade = Grade(answer["grade"])
-        if grade is Grade.RIGHT:
+        judgement = self._compare_formulas(gold=gold, texts=_candidates(response))
+        if judgement.right:
             given = (boxed(response) or [stated(response) or ""])[-1]
             if conflict(gold, given):
                 return Judgement(Grade.WRONG, "another unit")
             return Judgement(Grade.WRONG, "another base") if _bases(gold, given) else RIGHT
-        if grade is Grade.UNDECIDED:
-            return Judgement(grade, f"the row's answer cannot be read: {gold[:80]}")
-        return Judgement(grade)
+        if judgement.grade is Grade.UNDECIDED:
+            return Judgement(Grade.UNDECIDED, f"the row's answer cannot be read: {gold[:80]}")
+        return judgement
+
+    def _compare_formulas(self, **question: Any) -> Judgement:
+        """Return the judgement of math-verify."""
+        answer = self._pool.ask(question)
+        if answer is None:
+            return Judgement(Grade.TIMEOUT, f"math-verify took more than {self._seconds:g} s")
+        return Judgement(Grade(answer["grade"]))
 
     def close(self) -> None:
         self._pool.close()

@@ -34,7 +34,7 @@ from moemerge.verification.judgement import (
     Grade,
     Judgement,
     Verifier,
-    differing,
+    compare_texts,
 )
 from moemerge.verification.mathematics import MathVerifier, text_answer
 from moemerge.verification.sandbox.process import Limits
@@ -231,15 +231,14 @@ class InstructionsVerifier(Verifier):
 
     name = "instructions"
 
-    def __init__(self, *, workers: int = 1, seconds: float = INSTRUCTIONS_SECONDS) -> None:
+    def __init__(self, *, workers: int = 1) -> None:
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:
             raise UsageError(
                 f"checking instructions needs {', '.join(missing)}, which is not installed",
                 hint='pip install "moemerge[eval]"',
             )
-        self._pool = WorkerPool("instructions", size=workers, seconds=seconds)
-        self._seconds = seconds
+        self._pool = WorkerPool("instructions", size=workers, seconds=INSTRUCTIONS_SECONDS)
 
     def relevant(self, row: Fields) -> Any:
         names, given = row.get("instruction_id_list"), row.get("kwargs")
@@ -259,7 +258,7 @@ class InstructionsVerifier(Verifier):
         question = {"names": names, "given": given, "prompt": prompt, "response": response}
         answer = self._pool.ask(question)
         if answer is None:
-            return Judgement(Grade.TIMEOUT, f"checking took more than {self._seconds:g} s")
+            return Judgement(Grade.TIMEOUT, f"checking took more than {INSTRUCTIONS_SECONDS:g} s")
         failed = [name for name, right in zip(names, answer["followed"], strict=True) if not right]
         if answer["error"]:
             return Judgement(Grade.UNDECIDED, answer["error"])
@@ -289,11 +288,9 @@ class ExactVerifier(Verifier):
 
     def check(self, row: Fields, response: str) -> Judgement:
         expected, given = _answer(row).strip(), response.strip()
-        if given == expected:
-            return RIGHT
-        if not given:
+        if expected and not given:
             return Judgement(Grade.NO_ANSWER, "an empty response")
-        return differing(given, expected)
+        return compare_texts(given, expected)
 
 
 class ChoiceVerifier(Verifier):
@@ -361,10 +358,7 @@ class LastNumberVerifier(Verifier):
         numbers = [first or second for first, second in _NUMBER.findall(response)]
         if not numbers:
             return Judgement(Grade.NO_ANSWER, "no number in the response")
-        given, expected = _bare(numbers[-1]), _bare(self.relevant(row))
-        if given == expected:
-            return RIGHT
-        return differing(given, expected)
+        return compare_texts(_bare(numbers[-1]), _bare(self.relevant(row)))
 
 
 def _bare(number: str) -> str:
@@ -381,10 +375,7 @@ class BareMathVerifier(MathVerifier):
         return text_answer(row)
 
     def check(self, row: Fields, response: str) -> Judgement:
-        answer = self._pool.ask({"gold": text_answer(row), "texts": [response], "bare": True})
-        if answer is None:
-            return Judgement(Grade.TIMEOUT, f"math-verify took more than {self._seconds:g} s")
-        return Judgement(Grade(answer["grade"]))
+        return self._compare_formulas(gold=text_answer(row), texts=[response], bare=True)
 
 
 class LastChoiceVerifier(ChoiceVerifier):
