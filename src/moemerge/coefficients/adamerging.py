@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -107,11 +108,8 @@ class BlendedModel:
         self._group = {name: self._group_of(name) for name in self._base}
 
     def _read(self, model: OpenModel) -> dict[str, Tensor]:
-        weights = Weights(self._model, model.checkpoint, self._device, self._dtype)
-        try:
+        with closing(Weights(self._model, model.checkpoint, self._device, self._dtype)) as weights:
             return weights.fetch(self._names)
-        finally:
-            weights.close()
 
     def _group_of(self, name: str) -> int:
         fits = (i for i, place in enumerate(self.groups) if f".{name}".find(f".{place}.") >= 0)

@@ -31,7 +31,6 @@ from moemerge.features.input_hooks import (
     ExpertsHook,
     ExpertView,
     LinearHook,
-    UnitMap,
     linear_weights,
     projections,
 )
@@ -108,7 +107,7 @@ def collect_gradients(
     Return notices and the units of unvisited experts. `writer` is rank 0's: other ranks only add to
     the sums.
     """
-    if not any(len(row) > 1 for row in job.domain.rows):
+    if not predicting(job):
         raise DataError(
             "every row of the text is a single token, so there is nothing to predict",
             hint="give rows of at least two tokens",
@@ -146,7 +145,6 @@ class _Backward:
         )
         self._weights = Weights(self._model, checkpoint, job.stream.device, job.stream.dtype)
         self._weights.stored.share(job.ranks)
-        self._units = UnitMap(checkpoint, job.model.architecture, self._weights.names)
         self._gradients: list[Tensor] = []  # d loss / d output of the layer at hand, by batch
         self._expected: Tensor | None = None  # the first batch's input of the layer above
         self.notices: list[str] = [forward.input_hooks.notice] if forward.input_hooks.notice else []
@@ -311,7 +309,7 @@ class _Backward:
     # --- writing ---
 
     def _write_linear(self, hook: LinearHook, total: Tensor, tokens: int) -> None:
-        placed = self._units.linear(hook)
+        placed = self._forward.units.linear(hook)
         if not placed:
             self.notices.append(
                 f"{hook.weight} is stored in parts: nothing is known of its gradient"
@@ -322,7 +320,7 @@ class _Backward:
             self._write(one.unit, one.take(values), tokens)
 
     def _write_experts(self, hook: ExpertsHook, routed: RoutedGradients) -> None:
-        units = self._units.experts(hook)
+        units = self._forward.units.experts(hook)
         module: Any = self._model.get_submodule(hook.path)
         for expert, x, gradient, counts in routed.by_expert():
             view = ExpertView(module, expert)

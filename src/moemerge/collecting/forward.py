@@ -86,8 +86,6 @@ def run_forward(job: CollectingJob, progress: Progress) -> Iterator[Forward]:
         on_output=lambda batch, hidden: None,
         progress=progress,
     ) as stream:
-        units = UnitMap(job.model.checkpoint, job.model.architecture, stream.names)
-        units.require_experts(stream.input_hooks)
         forward = Forward(job, stream)
         try:
             for _ in stream:
@@ -105,6 +103,8 @@ class Forward:
         self.model: Any = stream.model
         self.anatomy = anatomy = stream.anatomy
         self.input_hooks = stream.input_hooks
+        self.units = UnitMap(job.model.checkpoint, job.model.architecture, stream.names)
+        self.units.require_experts(stream.input_hooks)
         self.tail = ""  # the norm after the last layer
         self.calls: dict[StateKey, Rerun] = {}
         # The inputs of the layers; beyond the last layer, that of the tail.

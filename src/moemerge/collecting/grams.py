@@ -6,7 +6,7 @@ then summed expert by expert, so that only one expert's matrix is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from moemerge.collecting.maths import Routed, TokenSum, gram_sum, magnitude_sum,
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import ArchitectureError
 from moemerge.features.input_hooks import (
-    ExpertKey,
     ExpertsHook,
     ExpertView,
     LinearHook,
@@ -28,13 +27,12 @@ from moemerge.features.input_hooks import (
 )
 from moemerge.features.stops import Call
 from moemerge.features.stream import ModelStream
-from moemerge.features.tokens import real_tokens
+from moemerge.features.tokens import real_rows, real_tokens
 from moemerge.runtime.ranks import Ranks
 from moemerge.statistics import StatisticsWriter
 from moemerge.statistics.file import pack_symmetric, stored_shape
 from moemerge.text.batches import Batch
 
-Shapes = dict[str, tuple[int, ...]]
 # Tokens of one expert that are processed at once.
 EXPERT_TOKENS = 16384
 
@@ -128,8 +126,7 @@ class InputCollector:
             self._headless = True
             self.notices.append(f"nothing is known of what the head reads: {error.message}")
             return
-        rows = batch.mask.reshape(-1).nonzero().squeeze(1).to(hidden.device)
-        tokens = real_tokens(x, batch, rows)
+        tokens = real_tokens(x, batch, real_rows(batch, hidden.device))
         assert tokens is not None
         self._head.add(tokens)
 
@@ -155,30 +152,31 @@ class InputCollector:
         """Write the head after the last layer."""
         head = self._stream.input_hooks.head
         if head is not None and not self._headless:
-            shapes = {placed.unit.key: placed.unit.shape for placed in self._units.linear(head)}
-            self._write(shapes, self._head)
+            self._write([placed.unit for placed in self._units.linear(head)], self._head)
 
     def _write_linear(self, hook: LinearHook, number: int, layer: _Layer) -> None:
         if hook.path in layer.unreadable:
             return
         moment = layer.moments.pop(hook.path)
-        shapes: Shapes = {}
+        units: list[Unit] = []
         for other in self._stream.input_hooks.layers[number]:
             if isinstance(other, LinearHook) and layer.shares.get(other.path) == hook.path:
                 placed = self._units.linear(other)
-                shapes.update({p.unit.key: p.unit.shape for p in placed})
+                units += [p.unit for p in placed]
                 if not placed:
                     self.notices.append(
                         f"{other.weight} is stored in parts: nothing is known of its input"
                     )
-        self._write(shapes, moment)
+        self._write(units, moment)
 
     def _write_experts(self, hook: ExpertsHook, routed: Routed) -> None:
         units = self._units.experts(hook)
         module = self._stream.model.get_submodule(hook.path)
         for expert, x in routed.by_expert():
-            before = _shapes(units, expert, ("gate", "up", None))
-            after = _shapes(units, expert, ("down",))
+            before, after = (
+                [units[expert, p] for p in projections if (expert, p) in units]
+                for projections in (("gate", "up", None), ("down",))
+            )
             view = ExpertView(module, expert)
             inputs, inner = self._new_sum(), self._new_sum()
             for part in torch.split(x, EXPERT_TOKENS):
@@ -188,22 +186,16 @@ class InputCollector:
             self._write(before, inputs)
             self._write(after, inner)
             if not inputs.tokens:
-                self.unvisited += [*before, *after]
+                self.unvisited += [unit.key for unit in (*before, *after)]
 
-    def _write(self, shapes: Shapes, moment: TokenSum) -> None:
+    def _write(self, units: Sequence[Unit], moment: TokenSum) -> None:
+        """Write the mean once, under the name of the first of the units with this input."""
         moment.add_up()
-        if not shapes or self._writer is None:
+        if not units or self._writer is None:
             return
-        name, shape = next(iter(shapes.items()))
+        shapes = {unit.key: unit.shape for unit in units}
         mean = moment.mean()
         if mean is not None and self._kind == "gram":
             mean = pack_symmetric(mean)
-        stored = stored_shape(self._kind, shape)
-        self._writer.add(name, stored, mean, units=shapes, tokens=moment.tokens)
-
-
-def _shapes(
-    units: Mapping[ExpertKey, Unit], expert: int, projections: tuple[str | None, ...]
-) -> Shapes:
-    projected = (units.get((expert, projection)) for projection in projections)
-    return {unit.key: unit.shape for unit in projected if unit is not None}
+        stored = stored_shape(self._kind, units[0].shape)
+        self._writer.add(units[0].key, stored, mean, units=shapes, tokens=moment.tokens)

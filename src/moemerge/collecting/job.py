@@ -59,7 +59,6 @@ class CollectingJob:
     domain: Domain
     stream: StreamSettings
     provenance: Provenance
-    keys: tuple[str, ...]  # of all units
     ranks: Ranks
 
     @cached_property
@@ -85,8 +84,8 @@ def prepare(request: CollectRequest, ranks: Ranks) -> CollectingJob:
     device = own_device(resolve_device(settings.device))
     model = open_model("model", request.model)
     model.require_readable("dequantise it to bfloat16 first and use that folder")
-    units = model.architecture.units_by_key
-    shapes = [unit.shape for unit in units.values() if len(unit.shape) == 2]
+    units = model.architecture.units_by_key.values()
+    shapes = [unit.shape for unit in units if len(unit.shape) == 2]
     if ranks.leads:
         require_space(request.out, _output_bytes(settings.kind, shapes))
     folder = model.checkpoint.tokenizer_folder
@@ -110,7 +109,6 @@ def prepare(request: CollectRequest, ranks: Ranks) -> CollectingJob:
             dtype=dtype_name(dtype),
             device=device.type,
         ),
-        keys=tuple(units),
         ranks=ranks,
     )
 

@@ -66,7 +66,7 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
             output=str(request.out),
             provenance=job.provenance,
             units=units,
-            units_without=len(job.keys) - units,
+            units_without=len(job.model.architecture.units_by_key) - units,
             unvisited_experts=tuple(unvisited),
             nbytes=request.out.stat().st_size,
             seconds=time.perf_counter() - begin,
@@ -81,7 +81,7 @@ def _writer(job: CollectingJob) -> StatisticsWriter:
         job.request.out,
         kind=job.request.settings.kind,
         provenance=job.provenance,
-        keys=job.keys,
+        keys=job.model.architecture.units_by_key,
         overwrite=job.request.overwrite,
         device=job.stream.device,
     )
