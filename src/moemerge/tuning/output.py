@@ -146,7 +146,9 @@ class TunedOutput:
 
     def __init__(self, job: TuningJob) -> None:
         self._job = job
-        request, base, needed = job.request, job.model.checkpoint, needed_bytes(job)
+        request, base, needed = job.request, job.model.checkpoint, COMPANION_BYTES
+        if not job.lora:  # a LoRA is small, and its size is not known in advance
+            needed += STATE_BYTES * job.layout.numel
         self._place: OutputFolder | CheckpointPatch
         if job.settings.adapter:
             self._place = OutputFolder(
@@ -189,13 +191,6 @@ class TunedOutput:
 
     def __exit__(self, *_: object) -> None:
         self._place.abort()
-
-
-def needed_bytes(job: TuningJob) -> int:
-    """Return the disk space for saved states and small files, besides the model's own tensors."""
-    # A LoRA is small, and its size is not known in advance.
-    trained = 0 if job.lora else job.layout.numel
-    return COMPANION_BYTES + STATE_BYTES * trained
 
 
 # --- a LoRA on every linear map, and merged into the base's layout --------------------------------
