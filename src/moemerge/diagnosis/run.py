@@ -10,7 +10,6 @@ import math
 import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
@@ -96,8 +95,7 @@ def diagnose(job: DiagnosisJob, progress: Progress, seen: Collection[str] = ()) 
     for notice in memorised:
         progress.note(notice)
     seconds = job.text.seconds + time.perf_counter() - start
-    diagnosis = _diagnosis(job, sides, comparison, seconds)
-    return replace(diagnosis, check=checked, notices=(*diagnosis.notices, *memorised))
+    return _diagnosis(job, sides, comparison, checked, memorised, seconds)
 
 
 class RoutingComparison(Visitor):
@@ -113,20 +111,18 @@ class RoutingComparison(Visitor):
 
     def visit(self, pair: PairedRouter, stops: Stops) -> None:
         """Compare all models, which wait at a router."""
-        self._compare(pair, {MODEL: stops.lead, **stops.others})
-
-    def _compare(self, pair: PairedRouter, stops: Mapping[str, RouterStop]) -> None:
+        waiting = {MODEL: stops.lead, **stops.others}
         for name, source in self.job.sources.items():
             experts = pair.experts.get(name)
-            wanted = router_view(source, pair.sources[name], stops[name], experts)
-            own = stops[name].by_batch(name)
+            wanted = router_view(source, pair.sources[name], waiting[name], experts)
+            own = waiting[name].by_batch(name)
             for subject in self.job.subjects:
                 info = pair.info if subject.name == MODEL else pair.sources[subject.name]
-                view = router_view(subject, info, stops[subject.name])
+                view = router_view(subject, info, waiting[subject.name])
                 sums = FigureSums(ranks=self.job.ranks)
                 missed = []
                 for (batch, x), (same, y) in zip(
-                    stops[subject.name].by_batch(name), own, strict=True
+                    waiting[subject.name].by_batch(name), own, strict=True
                 ):
                     assert batch is same
                     tokens = compare(wanted, view, y, x)
@@ -142,7 +138,7 @@ class RoutingComparison(Visitor):
                         **vars(sums.result()),
                     )
                 )
-            self._compare_swapped(name, wanted, pair, stops)
+            self._compare_swapped(name, wanted, pair, waiting)
 
     def _note_missed(self, key: tuple[str, str], missed: list[Tensor]) -> None:
         before = self._missed.get(key)
@@ -210,9 +206,7 @@ def _total(
     )
 
 
-def _swaps(
-    comparison: RoutingComparison, sides: Mapping[str, MeasuredSide], totals: Sequence[DomainTotal]
-) -> tuple[Swap, ...]:
+def _swaps(comparison: RoutingComparison, totals: Sequence[DomainTotal]) -> tuple[Swap, ...]:
     """Return for each domain the model with the source's routers, the source with the model's, and
     the source.
     """
@@ -222,8 +216,7 @@ def _swaps(
         swaps.append(Swap(domain, MODEL, MODEL, total.mismatch, total.loss))
         for key, side in comparison.swapped.items():
             if domain in (side.domains or ()):
-                mismatch = comparison.swap_mismatch(key)
-                loss = sides[key].loss.mean(domain)
+                mismatch, loss = comparison.swap_mismatch(key), side.loss.mean(domain)
                 swaps.append(Swap(domain, side.weights_of, side.routers_of, mismatch, loss))
         swaps.append(Swap(domain, domain, domain, 0.0, total.loss_source))
     return tuple(swaps)
@@ -233,6 +226,8 @@ def _diagnosis(
     job: DiagnosisJob,
     sides: Mapping[str, MeasuredSide],
     comparison: RoutingComparison,
+    checked: tuple[CheckLoss, ...],
+    memorised: Sequence[str],
     seconds: float,
 ) -> Diagnosis:
     request = job.request
@@ -246,7 +241,7 @@ def _diagnosis(
     # The verdict uses the sources' domains; the others show the cost elsewhere.
     with_source = tuple(t for t in totals if t.domain not in without_source) or totals
     domains = {total.domain for total in with_source}
-    swaps = _swaps(comparison, sides, totals)
+    swaps = _swaps(comparison, totals)
     calibrations = {m.name: done for m in job.subjects if (done := _repair_of(m, "calibration"))}
     refits = {m.name: done for m in job.subjects if (done := _repair_of(m, "refit"))}
     models = tuple(NamedModel(model.name, model.label) for model in job.subjects)
@@ -286,13 +281,13 @@ def _diagnosis(
         calibration_of=next(iter(calibrations), None),
         refit=next(iter(refits.values()), None),
         refit_of=next(iter(refits), None),
-        check=(),
+        check=checked,
         verdict=verdict_of(with_source, names, measured.swaps),
         advice=advise(measured),
         settings=settings_data(request.settings),
         device=str(job.stream.device),
         dtype=dtype_name(job.stream.dtype),
-        notices=job.notices,
+        notices=(*job.notices, *memorised),
         seconds=seconds,
     )
 
