@@ -23,6 +23,7 @@ from moemerge.architectures.roles import Unit
 from moemerge.checkpoint import CheckpointWriter, TensorInfo
 from moemerge.checkpoint.folder import SINGLE
 from moemerge.checkpoint.output import KEPT_FOLDER
+from moemerge.checkpoint.patch import DEFAULT_SHARD_BYTES
 from moemerge.config.schema import Keep, KeptModels
 from moemerge.merging.methods._spectra import Spectrum
 from moemerge.merging.plan import MergePlan, UnitMerge
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 
 KEPT_MANIFEST = "tasks.json"
-SHARD_BYTES = 5 * 10**9
 MASK, LEFT, RIGHT, REST = "mask", "left", "right", "rest"
 Parts = Mapping[str, "Tensor"]
 BITS = 8
@@ -145,7 +145,7 @@ class ModelKeeper:
         self.nbytes = sum(info.nbytes for info in infos)  # per model
         self._writers = {
             model: CheckpointWriter(
-                self._folder / str(number), infos, shard_bytes=SHARD_BYTES, overwrite=False
+                self._folder / str(number), infos, shard_bytes=DEFAULT_SHARD_BYTES, overwrite=False
             )
             for number, model in enumerate(self._models)
         }

@@ -141,6 +141,7 @@ class Destination:
     layer: int | None
 
 
+@dataclass(frozen=True)
 class Destinations:
     """Iterates over (reference model, stored tensor, destination) in output order.
 
@@ -148,9 +149,8 @@ class Destinations:
     the first. Extra prediction layers, beyond the model's layer count, follow the last layer.
     """
 
-    def __init__(self, merge: NormalisedMerge, index: Mapping[str, UnitIndex]) -> None:
-        self.merge = merge
-        self.index = index
+    merge: NormalisedMerge
+    index: Mapping[str, UnitIndex]
 
     def reference(self, merge_slice: MergeSlice) -> SliceModel:
         """Return the source whose tensors, names and layout the output has in this slice."""

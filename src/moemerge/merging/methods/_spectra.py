@@ -61,7 +61,7 @@ class Spectrum:
 
 def flattened(matrix: Tensor) -> Tensor | None:
     """Return mean(s) U Vᵀ over a matrix's singular directions; None for a zero matrix."""
-    factor = polar_factor(matrix) if by_products(matrix) else None
+    factor = _by_products(matrix)
     if factor is not None:
         strength = (factor * matrix).sum() / min(matrix.shape)  # ⟨U Vᵀ, A⟩ = Σ s
         return strength * factor
@@ -84,7 +84,7 @@ def _orthogonal(blocks: Sequence[Tensor], well: Sequence[bool]) -> Tensor:
     `well` marks the blocks with orthonormal columns.
     """
     together = torch.cat([*blocks], dim=1)
-    factor = polar_factor(together) if by_products(together) else None
+    factor = _by_products(together)
     if factor is not None:
         return factor
     first, others = blocks[0], torch.cat([blocks[0][:, :0], *blocks[1:]], dim=1)
@@ -170,9 +170,10 @@ _MOST_STEPS = 30
 _ORTHONORMAL = 1e-12
 
 
-def by_products(matrix: Tensor) -> bool:
-    """Return whether products are faster for a matrix of this shape on its device."""
-    return matrix.device.type in PRODUCTS_ON and min(matrix.shape) >= FEWEST
+def _by_products(matrix: Tensor) -> Tensor | None:
+    """Return the polar factor if products are faster for this shape and device, else None."""
+    faster = matrix.device.type in PRODUCTS_ON and min(matrix.shape) >= FEWEST
+    return polar_factor(matrix) if faster else None
 
 
 def polar_factor(matrix: Tensor) -> Tensor | None:

@@ -154,6 +154,7 @@ def solve_rows(matrix: Tensor) -> int:
     return max(1, elements // max(1, matrix.shape[1]))
 
 
+@dataclass
 class Grams:
     """The second moments S_i = c_i G_i of the models' inputs, and terms of the solution.
 
@@ -163,18 +164,14 @@ class Grams:
     As a correction to the base it is θ_0 + (Σ_i w_i (W_i - θ_0) S_i) S⁻¹, pulled to θ_0.
     """
 
-    def __init__(
-        self,
-        grams: Sequence[Tensor],  # each (in, in), mean of x xᵀ
-        scales: Sequence[float],
-        weights: Sequence[float],
-        factor: float,
-    ) -> None:
-        self.grams = grams
-        self.scales = scales
-        self.weights = weights
-        self.factor = factor
-        self.mean = self._combine([w * c for w, c in zip(weights, scales, strict=True)])
+    grams: Sequence[Tensor]  # each (in, in), mean of x xᵀ
+    scales: Sequence[float]
+    weights: Sequence[float]
+    factor: float
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.weights, self.scales, strict=True)
+        self.mean = self._combine([w * c for w, c in pairs])
 
     def moment(self, i: int) -> Tensor:
         """Return w_i S_i, damped."""

@@ -81,6 +81,7 @@ def _problem(deltas: list[Tensor], targets: str) -> tuple[Tensor, Interference]:
     return start, Interference.reduced(deltas, mean, start, centred=targets == "centred")
 
 
+@dataclass(frozen=True)
 class Interference:
     """The objective as a function of x, the difference from the start (Σ τ_i in WUDI).
 
@@ -89,9 +90,8 @@ class Interference:
     the gradient's size, which would amplify cancellation errors.
     """
 
-    def __init__(self, S: Tensor, K: Tensor) -> None:
-        self.S = S  # (models·out, in)
-        self.K = K  # (out, models·out): the concatenated C_i S_iᵀ; G = K S
+    S: Tensor  # (models·out, in)
+    K: Tensor  # (out, models·out): the concatenated C_i S_iᵀ; G = K S
 
     @classmethod
     def of(cls, deltas: Sequence[Tensor]) -> Interference:

@@ -78,7 +78,8 @@ def plan_tokenizer(
     }
     empty = [ids[i][0] for i, sources in fill.items() if not sources]
     empty = [token for token in empty if token not in overrides]
-    output_rows = _padded(ids[-1][1] + 1, settings.pad_to_multiple_of)
+    multiple = settings.pad_to_multiple_of or 1
+    output_rows = -(-(ids[-1][1] + 1) // multiple) * multiple
     return TokenizerPlan(
         donor=donor,
         vocabulary=vocabulary,
@@ -235,10 +236,6 @@ def _others(token: str, base: ModelRef | None, own: OwnIds) -> RowSources:
     if base is not None and token in own.get(base, ()):
         return ((base, own[base][token]),)
     return tuple((m, tokens[token]) for m, tokens in own.items() if token in tokens)
-
-
-def _padded(rows: int, multiple: int | None) -> int:
-    return rows if multiple is None else -(-rows // multiple) * multiple
 
 
 def _warnings(
