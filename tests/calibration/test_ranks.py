@@ -101,7 +101,7 @@ def test_a_journal_that_others_do_not_see_is_sent_to_them(zoo_folder, tmp_path):
 
 def test_few_batches_are_divided_among_processes():
     rows = tuple(torch.arange(n, n + 5) for n in range(7))
-    domain = Domain("math", rows, rows[:4])
+    domain = Domain("math", rows, held_out=Domain("math", rows[:4]))
     groups = divided(make_batches([domain]), 3)
     assert [len(group) for group in groups] == [3, 3]
     assert sorted(place for batch in groups[0] for place in batch.places) == list(range(7))

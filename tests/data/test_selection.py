@@ -5,7 +5,7 @@ import random
 import pytest
 
 from moemerge.config.faults import parse_settings
-from moemerge.data.job import Benchmark, balanced, distinct, normal, text_of
+from moemerge.data.job import Benchmark, balanced, normal, text_of
 from moemerge.data.settings import DataSettings
 from moemerge.errors import ConfigError, DataError
 from moemerge.generation.prompts import read_prompts
@@ -95,7 +95,8 @@ def test_plain_text():
 
 def test_repetitions_are_found_whatever_their_case_and_spacing():
     texts = ["What is 2?", "what  is\n2?", "What is 3?", "Ｗhat is 2?"]
-    assert distinct(texts, key=normal) == ["What is 2?", "What is 3?"]
+    one, spaced, other, wide = map(normal, texts)
+    assert one == spaced == wide != other
 
 
 def test_groups_get_equal_shares_and_what_small_ones_leave_goes_to_others():

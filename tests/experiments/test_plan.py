@@ -344,6 +344,6 @@ def test_small_studies_ask_their_prompts_as_they_are(file, tmp_path, monkeypatch
         if node.kind == "text":
             recipe = DataRecipe.model_validate(node.values["recipe"])
             request = DataRequest("m", tmp_path / "o.jsonl", recipe.settings, recipe.prompts)
-            chosen = select_prompts(request).prompts
+            chosen = select_prompts(request)[0]
             assert all(row.user_text == row.fields["prompt"] for row in chosen)
             assert all(row.reference for row in chosen)

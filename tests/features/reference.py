@@ -26,7 +26,10 @@ def domains() -> list[Domain]:
     def rows(*lengths: int) -> tuple[Tensor, ...]:
         return tuple(torch.randint(3, 100, (n,), generator=generator) for n in lengths)
 
-    return [Domain("math", rows(17, 23, 9)), Domain("code", rows(12, 12), rows(7))]
+    return [
+        Domain("math", rows(17, 23, 9)),
+        Domain("code", rows(12, 12), held_out=Domain("code", rows(7))),
+    ]
 
 
 def batches() -> tuple[Batch, ...]:

@@ -78,7 +78,7 @@ def test_prompts_do_not_count():
     answers = tuple(
         torch.arange(len(row)) >= start for row, start in zip(rows, (2, 7, 0), strict=True)
     )
-    domain = Domain("math", (), rows, holdout_answers=answers).held_out
+    domain = Domain("math", rows, answers=answers)
     found = NextTokenLoss(SINGLE)
     for batch in make_batches([domain], batch_tokens=20):
         for part in (slice(0, 1), slice(1, None)):

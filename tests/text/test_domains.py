@@ -163,7 +163,7 @@ def test_answers_are_found(tmp_path, chat, plain):
         assert found[name][1] == ["<s>", "one", "two"]
         assert "one" in found[name][2]
     domain = load_domain("math", file, chat, TextSettings(answers=True, holdout=0.34, max_length=5))
-    assert list(map(len, domain.holdout_answers)) == list(map(len, domain.holdout))
+    assert list(map(len, domain.held_out.answers)) == list(map(len, domain.holdout))
     assert list(map(len, domain.answers)) == list(map(len, domain.rows))
     assert load_domain("math", file, chat).answers == ()
     text = write(tmp_path / "b.jsonl", {"text": "one two"})
@@ -262,7 +262,7 @@ def test_rows_of_one_group_are_held_out_together(tmp_path, plain):
     domain = load_domain("math", file, plain, TextSettings(holdout=0.25, group="doc"))
     assert not domain.notices  # the field is used
     assert len(set(domain.groups)) == 9
-    assert len(domain.holdout_groups) == 15
+    assert len(domain.held_out.groups) == 15
 
 
 def test_equal_rows_are_never_on_both_sides(tmp_path, plain):
@@ -293,7 +293,8 @@ def test_a_group_that_cannot_be_used_is_an_error(tmp_path, plain):
     file = write(tmp_path / "b.jsonl", *({"text": f"one {n}", "doc": 1} for n in range(9)))
     with pytest.raises(DataError, match=r"1 value\(s\) of 'doc': a holdout of 0.5 leaves none"):
         split(file, plain, holdout=0.5, group="doc")
-    assert split(file, plain, group="doc", holdout="auto")[1] == []
+    settings = TextSettings(group="doc", holdout="auto")
+    assert load_domain("math", file, plain, settings).held_out is None
 
 
 def test_questions_with_answers_as_in_gsm8k(tmp_path, chat, plain):

@@ -74,7 +74,6 @@ def test_jobs_choose_the_same_rows_of_a_large_file(tmp_path, suffix, tokenizer, 
         data = DataSettings.model_validate({"limit": 15, "keep": "all"})
         asked = DataRequest("m", tmp_path / "out.jsonl", data, prompts=[file])
         read = DataRequest("m", tmp_path / "out.jsonl", data, text=[file])
-        texts, left_out = select_texts(read)
         return [
             *(
                 [r.tolist() for r in load_domain("d", file, tokenizer, s).rows]
@@ -83,12 +82,12 @@ def test_jobs_choose_the_same_rows_of_a_large_file(tmp_path, suffix, tokenizer, 
             load_answers([file], tokenizer, TextSettings(limit=9)).rows,
             load_answers([file], tokenizer, whole).rows,
             select_prompts(asked),
-            (texts, left_out),
+            select_texts(read),
         ]
 
     held = chosen()
-    assert held[4].repeated == 8
-    assert len(held[4].prompts) == len(held[5][0]) == 15
+    assert held[4][1].repeated == 8
+    assert len(held[4][0]) == len(held[5][0]) == 15
     monkeypatch.setattr(reading, "HELD_BYTES", 1000)
     assert chosen() == held
 

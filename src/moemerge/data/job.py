@@ -7,8 +7,8 @@ import random
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final, TypeVar
@@ -17,19 +17,12 @@ from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelLike
 from moemerge.data.settings import DataSettings
 from moemerge.errors import DataError, UsageError
-from moemerge.generation.prompts import (
-    USUAL,
-    PromptRow,
-    file_of,
-    located,
-    read_prompt,
-    read_prompts,
-)
+from moemerge.generation.prompts import USUAL, PromptRow, located, read_prompt, read_prompts
 from moemerge.registry import did_you_mean
 from moemerge.runtime.journals import completions_path
 from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.text.reading import Rows
-from moemerge.text.rows import TextRow, TextSource, read_rows, row_fields
+from moemerge.text.rows import TextRow, TextSource, file_of, read_rows, row_fields
 
 T = TypeVar("T")
 _SPACE: Final = re.compile(r"\s+")
@@ -38,14 +31,6 @@ _SPACE: Final = re.compile(r"\s+")
 def normal(text: str) -> str:
     """Return letters and digits in lower case: two texts with the same result are the same."""
     return _SPACE.sub(" ", unicodedata.normalize("NFKC", text)).strip().casefold()
-
-
-def distinct(items: Sequence[T], key: Callable[[T], Hashable]) -> list[T]:
-    """Return the first item with each key, in order."""
-    first: dict[Hashable, T] = {}
-    for item in items:
-        first.setdefault(key(item), item)
-    return list(first.values())
 
 
 def balanced(
@@ -135,7 +120,6 @@ class Selected:
     read: int
     repeated: int
     contaminated: Mapping[str, int]
-    prompts: tuple[PromptRow, ...] = ()
 
 
 def check_request(request: DataRequest) -> None:
@@ -171,8 +155,10 @@ def check_request(request: DataRequest) -> None:
         )
 
 
-def select_prompts(request: DataRequest) -> Selected:
-    """Read prompts, drop repetitions and benchmark problems, and draw each group's share."""
+def select_prompts(request: DataRequest) -> tuple[list[PromptRow], Selected]:
+    """Return the selected prompts, without repetitions and benchmark problems, and counts of the
+    others.
+    """
     settings = request.settings
     rows = Rows(located(request.prompts))
     prompts = (read_prompt(row, settings, settings.balance) for row in rows)
@@ -182,8 +168,7 @@ def select_prompts(request: DataRequest) -> Selected:
             f"no prompt is left of {chosen.read}: {chosen.repeated} repeat others, "
             f"{sum(chosen.contaminated.values())} overlap with benchmarks"
         )
-    taken = read_prompts(rows.take(chosen.places), settings, settings.balance)
-    return replace(chosen, prompts=tuple(taken))
+    return read_prompts(rows.take(chosen.places), settings, settings.balance), chosen
 
 
 def select_texts(request: DataRequest) -> tuple[list[tuple[str, str]], Selected]:
@@ -191,8 +176,7 @@ def select_texts(request: DataRequest) -> tuple[list[tuple[str, str]], Selected]
     settings = request.settings
     rows = Rows(located(request.text))
     chosen = _choose((text_of(row, settings) for row in rows), settings)
-    taken = [text_of(row, settings) for row in rows.take(chosen.places)]
-    return taken, chosen
+    return [text_of(row, settings) for row in rows.take(chosen.places)], chosen
 
 
 def _choose(items: Iterable[tuple[str, str]], settings: DataSettings) -> Selected:

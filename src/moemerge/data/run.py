@@ -17,7 +17,6 @@ from moemerge.data.job import (
     Selected,
     balanced,
     check_request,
-    distinct,
     select_prompts,
     select_texts,
 )
@@ -155,14 +154,12 @@ def run_data(request: DataRequest, progress: Progress) -> DataReport:
             progress=progress,
         )
     with opened as verifier:
-        selected = select_prompts(request)
+        prompts, selected = select_prompts(request)
         tokenizer = open_tokenizer(request.model)
         if not request.generates:
-            rows = _unanswered(request, selected.prompts, tokenizer)
+            rows = _unanswered(request, prompts, tokenizer)
             return _finish(request, selected, rows, [], NOTHING, begun)
-        answers, generated = answer_prompts(
-            request, selected.prompts, tokenizer, verifier, progress
-        )
+        answers, generated = answer_prompts(request, prompts, tokenizer, verifier, progress)
     if settings.completions is not None:
         write_rows(settings.completions, map(_described, answers))
     rows = [
@@ -196,9 +193,12 @@ def _kept(request: DataRequest, answers: Sequence[Answer]) -> list[Answer]:
     settings = request.settings
     kept: list[Answer] = []
     for _where, group in groupby(answers, key=lambda answer: answer.prompt.where):
-        wanted = [a for a in group if a.usable or settings.keep == "all"]
-        made = [a for a in wanted if not a.completion.has_failed]
-        kept += distinct(made, key=lambda a: a.response.strip())[: settings.per_prompt]
+        distinct: dict[str, Answer] = {}
+        for answer in group:
+            wanted = answer.usable or settings.keep == "all"
+            if wanted and not answer.completion.has_failed:
+                distinct.setdefault(answer.response.strip(), answer)
+        kept += list(distinct.values())[: settings.per_prompt]
     return kept
 
 
@@ -235,7 +235,7 @@ def _finish(
         read=selected.read,
         repeated=selected.repeated,
         contaminated=selected.contaminated,
-        prompts=len(selected.prompts),
+        prompts=0 if request.text else len(selected.places),
         answers=counts,
         by_group={
             name: count_answers(a for a in answers if a.prompt.group == name) for name in groups

@@ -107,7 +107,7 @@ class DiagnosisJob:
         """
         if not self.request.settings.holdout:
             return self.text.domains
-        return tuple(d.held_out if d.holdout else d for d in self.text.domains)
+        return tuple(d.held_out or d for d in self.text.domains)
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:

@@ -14,7 +14,7 @@ from moemerge.config.models import ModelLike
 from moemerge.errors import DataError
 from moemerge.generation.settings import PromptSettings
 from moemerge.registry import did_you_mean
-from moemerge.text.rows import TextRow, TextSource, Turn, row_fields, said, turns_of
+from moemerge.text.rows import TextRow, TextSource, Turn, file_of, row_fields, said, turns_of
 from moemerge.text.tokens import Tokenizer, load_tokenizer, prompt_text, prompt_tokens
 
 # Default columns: the first of these that a row has.
@@ -155,7 +155,3 @@ def lettered(choices: Any) -> str:
     else:
         return str(choices)
     return "\n".join(f"({letter}) {text}" for letter, text in pairs)
-
-
-def file_of(where: str) -> str:
-    return where.rpartition(", row ")[0] or "rows in memory"

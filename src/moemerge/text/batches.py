@@ -119,17 +119,17 @@ def make_batches(
         raise DataError(f"domain names must differ, got {', '.join(names)}")
     batches: list[Batch] = []
     for domain in domains:
-        for rows, answers, holdout in (
-            (domain.rows, domain.answers, False),
-            (domain.holdout, domain.holdout_answers, True),
-        ):
-            for places in _split(rows, batch_tokens):
-                ids = pad_sequence([rows[at] for at in places], batch_first=True).long()
-                lengths = torch.tensor([len(rows[at]) for at in places])
+        for part in filter(None, (domain, domain.held_out)):
+            for places in _split(part.rows, batch_tokens):
+                rows = [part.rows[at] for at in places]
+                ids = pad_sequence(rows, batch_first=True).long()
+                lengths = torch.tensor([len(row) for row in rows])
                 mask = torch.arange(ids.shape[1]) < lengths[:, None]
                 own = None
-                if answers:
-                    own = pad_sequence([answers[at] for at in places], batch_first=True).bool()
+                if part.answers:
+                    answers = [part.answers[at] for at in places]
+                    own = pad_sequence(answers, batch_first=True).bool()
+                holdout = part is domain.held_out
                 batches.append(Batch(domain.name, holdout, ids, mask, tuple(places), own))
     return tuple(batches)
 

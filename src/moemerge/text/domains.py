@@ -6,7 +6,7 @@ import itertools
 import random
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -61,22 +61,17 @@ class Domain:
 
     name: str
     rows: tuple[Tensor, ...]  # each (tokens,), int64
-    holdout: tuple[Tensor, ...] = ()
+    held_out: Domain | None = None  # rows that are held out of every solve
     notices: tuple[str, ...] = ()  # unread keys, cut rows
     # A mask of each row's answers, (tokens,) bool, in the order of the rows; of plain text all is
     # True. Empty if no row has a prompt and an answer, or if they were not searched.
     answers: tuple[Tensor, ...] = ()
-    holdout_answers: tuple[Tensor, ...] = ()
     # Each row's value of the settings' `group`; empty without one.
     groups: tuple[str, ...] = ()
-    holdout_groups: tuple[str, ...] = ()
 
     @property
-    def held_out(self) -> Domain:
-        """The held-out rows as a domain."""
-        return Domain(
-            self.name, self.holdout, answers=self.holdout_answers, groups=self.holdout_groups
-        )
+    def holdout(self) -> tuple[Tensor, ...]:
+        return () if self.held_out is None else self.held_out.rows
 
     @property
     def tokens(self) -> int:
@@ -123,20 +118,19 @@ def load_domain(
     if any(row.joined for row in taken):
         notices.append(JOINED)
     held = _held_out(taken, name, settings, rng)
-    kept = [row for at, row in enumerate(taken) if at not in held]
-    out = [row for at, row in enumerate(taken) if at in held]
     masked = any(row.answers is not None for row in taken)
-    grouped = settings.group is not None
-    return Domain(
-        name=name,
-        rows=tuple(row.tokens for row in kept),
-        holdout=tuple(row.tokens for row in out),
-        notices=tuple(notices),
-        answers=tuple(row.mask for row in kept) if masked else (),
-        holdout_answers=tuple(row.mask for row in out) if masked else (),
-        groups=tuple(row.group for row in kept) if grouped else (),
-        holdout_groups=tuple(row.group for row in out) if grouped else (),
-    )
+
+    def part(some: Sequence[_Taken]) -> Domain:
+        return Domain(
+            name,
+            tuple(row.tokens for row in some),
+            answers=tuple(row.mask for row in some) if masked else (),
+            groups=tuple(row.group for row in some) if settings.group is not None else (),
+        )
+
+    kept = part([row for at, row in enumerate(taken) if at not in held])
+    held_out = part([taken[at] for at in sorted(held)]) if held else None
+    return replace(kept, held_out=held_out, notices=tuple(notices))
 
 
 @dataclass(frozen=True, eq=False)

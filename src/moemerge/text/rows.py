@@ -244,11 +244,11 @@ class UnreadKeys:
         self._unmapped: dict[str, tuple[str, ...]] = {}  # columns that a file does not have
 
     def add(self, where: str, form: str, keys: Iterable[str]) -> None:
-        self._keys.setdefault((_origin(where), form), {}).update(dict.fromkeys(keys))
+        self._keys.setdefault((file_of(where), form), {}).update(dict.fromkeys(keys))
 
     def add_unmapped(self, where: str, columns: Iterable[str]) -> None:
         """Note a row without the columns of `map`, which is read by its own format."""
-        self._unmapped.setdefault(_origin(where), tuple(columns))
+        self._unmapped.setdefault(file_of(where), tuple(columns))
 
     def notices(self) -> Iterator[str]:
         for origin, columns in self._unmapped.items():
@@ -262,7 +262,8 @@ class UnreadKeys:
                 yield f"{origin}: only {read} of each row is used, not {named}"
 
 
-def _origin(where: str) -> str:
+def file_of(where: str) -> str:
+    """Return the file of a row at this location."""
     return where.rpartition(", row ")[0] or "rows in memory"
 
 
