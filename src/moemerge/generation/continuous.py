@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from moemerge.features.compat import attention_implementation
 from moemerge.generation.drawing import draw, signed, uniform
-from moemerge.generation.engine import CompletionRequest, Finish
+from moemerge.generation.engine import CompletionRequest
 from moemerge.generation.settings import GenerationSettings
 from moemerge.runtime.gpu import RecordedStep
 
@@ -143,7 +143,7 @@ class Finished:
 
     wanted: CompletionRequest
     tokens: list[int]
-    finish: Finish
+    cut: bool  # at the most tokens
 
 
 class ContinuousBatch:
@@ -178,8 +178,8 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def run(self, wanted: Sequence[CompletionRequest]) -> Iterator[Finished]:
-        """Yield completions as they end. Texts of similar length start together."""
-        waiting = deque(sorted(wanted, key=lambda w: (-len(w.tokens), w.prompt, w.sample)))
+        """Yield completions as they end. They start in the order given, the longest first."""
+        waiting = deque(wanted)
         while waiting or any(self._running):
             free = [slot for slot, text in enumerate(self._running) if text is None]
             enough = len(free) >= max(1, REFILL_SHARE * len(self._running))
@@ -260,7 +260,7 @@ class ContinuousBatch:
         cache.positions.add_(1).clamp_(max=self._capacity - 1)
 
     def _take(self, slot: int, token: int) -> Iterator[Finished]:
-        """Add a token to the completion in a slot, and return whether that ends it."""
+        """Add a token to the completion in a slot, and yield the completion if that ends it."""
         running = self._running[slot]
         assert running is not None
         ended = token in self._ends
@@ -271,7 +271,7 @@ class ContinuousBatch:
             ended = self._stopped(running.tokens)
         if ended or full:
             self._running[slot] = None
-            yield Finished(running.wanted, running.tokens, Finish.STOP if ended else Finish.LENGTH)
+            yield Finished(running.wanted, running.tokens, cut=not ended)
 
     def _shrink(self, free: Sequence[int]) -> None:
         """Drop finished slots once they are half of all: on a CPU every row costs time."""
@@ -309,16 +309,17 @@ def prefill(
     Texts start in the first column, so causal attention needs no mask, and the length of its
     neighbours does not change a text's values.
     """
-    longest = max(2, *map(len, prompts)) - 1
-    ids = [[*p[:-1], *[0] * (longest - len(p) + 1)] for p in prompts]
     cache = DynamicCache(config=model.config)
-    model(
-        input_ids=torch.tensor(ids, device=model.device),
-        past_key_values=cache,
-        use_cache=True,
-        **options,
-    )
+    ids = without_last(prompts, model.device)
+    model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
     return cache
+
+
+def without_last(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return texts without their last tokens, padded on the right: no text attends to padding."""
+    longest = max(2, *map(len, texts)) - 1
+    rows = [[*text[:-1], *[0] * (longest - len(text) + 1)] for text in texts]
+    return torch.tensor(rows, device=device)
 
 
 def _groups(taken: Sequence[CompletionRequest], budget: int) -> Iterator[list[CompletionRequest]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -38,9 +39,10 @@ from moemerge.generation.continuous import (
     bytes_per_token,
     prefill,
     why_not,
+    without_last,
 )
 from moemerge.generation.drawing import draw, signed, uniform
-from moemerge.generation.engine import Completion, CompletionRequest, Finish, cut_at_stops
+from moemerge.generation.engine import Completion, CompletionRequest, cut_at_stops
 from moemerge.generation.settings import GenerationSettings
 from moemerge.runtime.devices import available_memory, resolve_device
 from moemerge.runtime.dtypes import parse_dtype
@@ -63,13 +65,12 @@ class PaddedBatches:
 
     @torch.inference_mode()
     def run(self, wanted: Sequence[CompletionRequest]) -> Iterator[Finished]:
-        ordered = sorted(wanted, key=lambda w: (-len(w.tokens), w.prompt, w.sample))
-        for begin in range(0, len(ordered), self.slots):
-            yield from self._batch(ordered[begin : begin + self.slots])
+        for begin in range(0, len(wanted), self.slots):
+            yield from self._batch(wanted[begin : begin + self.slots])
 
     def _batch(self, batch: Sequence[CompletionRequest]) -> Iterator[Finished]:
         device, s = self.model.device, self.settings
-        longest = max(len(w.tokens) for w in batch)
+        longest = len(batch[0].tokens)
         ids = torch.tensor([[0] * (longest - len(w.tokens)) + list(w.tokens) for w in batch])
         pads = torch.tensor([longest - len(w.tokens) for w in batch])
         limit = min(s.max_new_tokens, self.capacity - longest)
@@ -91,7 +92,7 @@ class PaddedBatches:
             end = next((at for at, token in enumerate(row) if token in self.ends), None)
             tokens = row if end is None else row[:end]
             ended = end is not None or (bool(tokens) and self.stopped(tokens))
-            yield Finished(w, tokens, Finish.STOP if ended else Finish.LENGTH)
+            yield Finished(w, tokens, cut=not ended)
 
 
 class _Draw(LogitsProcessor):
@@ -124,6 +125,9 @@ class _Stops(StoppingCriteria):
 MOST_SLOTS: Final = {"cuda": 512, "cpu": 64}
 HEADROOM: Final = 0.85  # share of the free memory; activations take the rest
 UNBOUNDED: Final = 1 << 40  # a model that states no context length
+AT_ONCE: Final = 1 << 12  # tokens of a batch of likelihoods, padding included
+
+Likelihood = tuple[float, bool]  # log-probability, and whether every token is the likeliest
 
 
 class TransformersEngine:
@@ -160,8 +164,9 @@ class TransformersEngine:
                 yield w.failed(f"a prompt of {len(w.tokens)} tokens, the model reads {context}")
         if not fitting:
             return
-        longest = max(len(w.tokens) for w in fitting)
-        capacity = min(context, longest + self._settings.max_new_tokens)
+        # Texts of similar length start together, the longest first.
+        fitting.sort(key=lambda w: (-len(w.tokens), w.prompt, w.sample))
+        capacity = min(context, len(fitting[0].tokens) + self._settings.max_new_tokens)
         # Equal shapes round alike: a resumed run uses the batch size it started with.
         slots = min(self._slots(capacity), 1 << (total - 1).bit_length())
         kind: type[ContinuousBatch | PaddedBatches] = ContinuousBatch
@@ -177,13 +182,36 @@ class TransformersEngine:
         )
         for done in batch.run(fitting):
             text = str(self._tokenizer.decode(done.tokens, skip_special_tokens=True))
-            cut = done.finish is Finish.LENGTH
-            yield done.wanted.completed(text, len(done.tokens), self._settings.stop, cut=cut)
+            stops, count = self._settings.stop, len(done.tokens)
+            yield done.wanted.completed(text, count, stops, cut=done.cut)
 
+    @torch.no_grad()
     def log_likelihoods(
         self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> list[Likelihood]:
-        return log_likelihoods(self._model, pairs, _context(self._model))
+        """Return the log-likelihood of each continuation given its context. Texts longer than the
+        model's context lose their beginning.
+        """
+        results: dict[int, Likelihood] = {}
+        longest = _context(self._model) + 1
+        texts = [[*before, *after][-longest:] for before, after in pairs]
+        # Long texts first: if memory is too small, this fails at once.
+        order = sorted(range(len(pairs)), key=lambda place: -len(texts[place]))
+        begun = 0
+        while begun < len(order):
+            count = max(1, AT_ONCE // max(1, len(texts[order[begun]])))
+            places = order[begun : begun + count]
+            begun += count
+            ids = without_last([texts[place] for place in places], self._device)
+            logits = self._model(input_ids=ids, use_cache=False).logits
+            for row, place in enumerate(places):
+                end = len(texts[place]) - 1
+                wanted = min(len(pairs[place][1]), end)
+                scores = logits[row, end - wanted : end].float().log_softmax(-1)  # (tokens, words)
+                target = torch.tensor(texts[place][-wanted:], device=scores.device)
+                chosen = scores.gather(-1, target[:, None]).sum()
+                results[place] = (float(chosen), bool((scores.argmax(-1) == target).all()))
+        return [results[place] for place in range(len(pairs))]
 
     def close(self) -> None:
         """Do nothing: the model is freed with the engine."""
@@ -214,8 +242,7 @@ def _load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTraine
     else:  # a CPU gains nothing from bfloat16, and float32 is less sensitive to rounding
         wanted = torch.float32 if device.type == "cpu" else stored_dtype(checkpoint)
     model = build_skeleton(checkpoint, wanted)
-    weights = Weights(model, checkpoint, device, wanted)
-    try:
+    with closing(Weights(model, checkpoint, device, wanted)) as weights:
         names = list(model.state_dict())
         needed, room = weights.nbytes_of(names), int(HEADROOM * available_memory(device))
         if needed > room:
@@ -227,8 +254,6 @@ def _load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTraine
             )
         weights.place(weights.fetch(names))
         weights.check(names, "the model")
-    finally:
-        weights.close()
     return model
 
 
@@ -259,40 +284,3 @@ def _require_numbers(model: PreTrainedModel, label: str) -> None:
 def _context(model: PreTrainedModel) -> int:
     config: Any = model.config.get_text_config()
     return int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
-
-
-# --- how likely texts are -------------------------------------------------------------------------
-
-AT_ONCE: Final = 1 << 12  # tokens of a batch, padding included
-
-Likelihood = tuple[float, bool]  # log-probability, and whether every token is the likeliest
-
-
-@torch.no_grad()
-def log_likelihoods(
-    model: PreTrainedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], context: int
-) -> list[Likelihood]:
-    """Return the log-likelihood of each continuation given its context. Texts longer than the
-    model's context lose their beginning.
-    """
-    results: dict[int, Likelihood] = {}
-    texts = [[*before, *after][-(context + 1) :] for before, after in pairs]
-    # Long texts first: if memory is too small, this fails at once.
-    order = sorted(range(len(pairs)), key=lambda place: -len(texts[place]))
-    begun = 0
-    while begun < len(order):
-        count = max(1, AT_ONCE // max(1, len(texts[order[begun]])))
-        places = order[begun : begun + count]
-        begun += count
-        longest = max(len(texts[place]) for place in places) - 1
-        # Padding is behind the texts, which do not attend to it.
-        rows = [[*texts[p][:-1], *[0] * (longest - len(texts[p]) + 1)] for p in places]
-        logits = model(input_ids=torch.tensor(rows, device=model.device), use_cache=False).logits
-        for row, place in enumerate(places):
-            wanted = min(len(pairs[place][1]), len(texts[place]) - 1)
-            end = len(texts[place]) - 1
-            scores = logits[row, end - wanted : end].float().log_softmax(-1)  # (tokens, vocabulary)
-            target = torch.tensor(texts[place][-wanted:], device=scores.device)
-            chosen = scores.gather(-1, target[:, None]).sum()
-            results[place] = (float(chosen), bool((scores.argmax(-1) == target).all()))
-    return [results[place] for place in range(len(pairs))]
