@@ -23,6 +23,7 @@ from moemerge.report.page.plots import (
     layer_axis,
     lines_of,
     log_ticks,
+    over_layers,
     plot,
     rounded,
     safe,
@@ -271,16 +272,9 @@ def _gain(rows: Sequence[DiagnosisRow], colour: str) -> Chart:
         for key in ("kl_before", "kl_after")
     )
     lines = (Line("before", "var(--other)"), Line("after", colour, width=2.5))
-    drawn = plot(
-        [
-            trace_of(line, layers, values, ".3~g")
-            for line, values in zip(lines, (before, after), strict=True)
-        ],
-        height=HEIGHT,
-        hovermode="x unified",
-        xaxis=layer_axis(layers),
-        yaxis=axis(range=[0, ceiling(before + after, 1e-3)], tickformat="~g", nticks=5),
-    )
+    values = zip(lines, (before, after), strict=True)
+    traces = [trace_of(line, layers, own, ".3~g") for line, own in values]
+    drawn = over_layers(traces, layers, ceiling(before + after, 1e-3), height=HEIGHT)
     note = (
         f"mean {plain(known_mean(before))} before (grey), {plain(known_mean(after))} after (colour)"
     )

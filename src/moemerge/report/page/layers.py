@@ -20,9 +20,9 @@ from moemerge.report.page.plots import (
     colour_of,
     emphasised_last,
     go,
-    layer_axis,
     lines_of,
     log_ticks,
+    over_layers,
     plot,
     rounded,
     safe,
@@ -97,13 +97,8 @@ def _panel(
             dotted.mode = "lines" if len(rows) > 1 else "markers"
             traces.append(dotted)
         traces.append(trace_of(lines[model], numbers, series(rows, what.key), shown))
-    drawn = plot(
-        traces,
-        height=PANEL_HEIGHT,
-        hovermode="x unified",
-        xaxis=layer_axis(sorted({int(row["layer"]) for row in reading.layers})),
-        yaxis=axis(range=[0, top], tickformat=tick, nticks=5),
-    )
+    layers = sorted({int(row["layer"]) for row in reading.layers})
+    drawn = over_layers(traces, layers, top, height=PANEL_HEIGHT, tick=tick)
     note = _note(reading, what, domain)
     unchanged: tuple[dict[str, Any], ...] = tuple({} for _ in traces)
     views = {str(i): View(note, unchanged, layout) for i, layout in enumerate(scales)}
@@ -300,8 +295,8 @@ def _errors(rows: Sequence[DiagnosisRow], on: str) -> Chart | None:
         xaxis=axis("Layer", type="category", showgrid=False, nticks=12),
         yaxis=axis(type="category", autorange="reversed", showgrid=False, automargin=True),
     )
-    known = [value for line in values for value in line if value is not None]
-    note = f"mean over the tiles {percent(known_mean(known))}; 100% is the unrepaired merge"
+    mean = known_mean(value for line in values for value in line)
+    note = f"mean over the tiles {percent(mean)}; 100% is the unrepaired merge"
     return Chart(f"refit-{on}", ON[on], note, drawn)
 
 
@@ -324,13 +319,10 @@ def _drifts(reading: Reading, rows: Sequence[DiagnosisRow]) -> tuple[Chart, ...]
     top = ceiling([v for pair in values.values() for line in pair for v in line], 0.02)
     charts = []
     for at, (name, pair) in enumerate(values.items()):
-        drawn = plot(
-            [trace_of(line, layers, own, ".3~g") for line, own in zip(lines, pair, strict=True)],
-            height=HEIGHT,
-            hovermode="x unified",
-            xaxis=layer_axis(layers),
-            yaxis=axis(range=[0, top], tickformat="~g", nticks=5),
-        )
+        traces = [
+            trace_of(line, layers, own, ".3~g") for line, own in zip(lines, pair, strict=True)
+        ]
+        drawn = over_layers(traces, layers, top, height=HEIGHT)
         note = f"last layer: {_last(pair[0])} before (grey), {_last(pair[1])} refitted"
         charts.append(Chart(f"refit-drift-{at}", short(name, TITLE), note, drawn))
     return tuple(charts)

@@ -260,6 +260,19 @@ def plot(traces: Sequence[Any], *, height: int, **layout: Any) -> Any:
     return go.Figure(data=list(traces), layout={"template": None, "height": height, **layout})
 
 
+def over_layers(
+    traces: Sequence[Any], layers: Sequence[int], top: float, *, height: int, tick: str = "~g"
+) -> Any:
+    """Return a plot of lines over the layers, from zero to `top`."""
+    return plot(
+        traces,
+        height=height,
+        hovermode="x unified",
+        xaxis=layer_axis(layers),
+        yaxis=axis(range=[0, top], tickformat=tick, nticks=5),
+    )
+
+
 def axis(title: str = "", **settings: Any) -> dict[str, Any]:
     return {"title": {"text": title}, **settings}
 
