@@ -1,14 +1,17 @@
 """Small method schemas, and the reader's words for a text."""
 
+from dataclasses import replace
+
 import pytest
 
-from moemerge.config.load import load_config
+from moemerge.config.load import check_document
 from moemerge.config.parameters import (
     REQUIRED,
     BasePolicy,
     MethodSchema,
     ParameterSpec,
 )
+from moemerge.config.yaml_lines import read_document
 from moemerge.errors import ConfigError
 
 
@@ -60,7 +63,7 @@ def schemas():
 @pytest.fixture
 def load(schemas):
     def read(source, *, lenient=False):
-        return load_config(source, schemas=schemas, lenient=lenient)
+        return check_document(replace(read_document(source), lenient=lenient), schemas=schemas)
 
     return read
 

@@ -4,9 +4,9 @@ import pytest
 
 import moemerge.merging.methods  # noqa: F401  (fills METHODS)
 from moemerge.config.dump import config_data, dump_config
-from moemerge.config.load import load_config
+from moemerge.config.load import check_document
 from moemerge.config.models import ModelRef
-from moemerge.config.yaml_lines import read_yaml
+from moemerge.config.yaml_lines import read_document, read_yaml
 from moemerge.merging.method import METHODS
 
 HEAD = "merge_method: ties\nbase_model: org/base@1e5\n"
@@ -216,7 +216,7 @@ EXAMPLES = [TIES, DARE_TIES, SLERP, FRANKENMERGE, DELLA, NUSLERP, HARC, MOE_FILT
 
 def read(text):
     schemas = {name: METHODS.get(name).schema for name in METHODS}
-    return load_config(text, schemas=schemas)
+    return check_document(read_document(text), schemas=schemas)
 
 
 @pytest.mark.parametrize("text", EXAMPLES, ids=lambda t: t.split("merge_method: ")[1].split()[0])

@@ -2,7 +2,6 @@
 
 import pytest
 
-from moemerge.config.load import load_config
 from moemerge.config.models import ModelRef
 from moemerge.errors import ConfigError
 
@@ -457,11 +456,11 @@ def test_a_mapping_is_left_as_it_was(problems):
         (lambda p: p.write_text("a: [\n"), "not valid YAML"),
     ],
 )
-def test_unreadable_files(schemas, tmp_path, make, said):
+def test_unreadable_files(load, tmp_path, make, said):
     path = tmp_path / "merge.yml"
     make(path)
     with pytest.raises(ConfigError) as caught:
-        load_config(path, schemas=schemas)
+        load(path)
     assert said in str(caught.value)
     assert str(path) in str(caught.value)
     assert caught.value.exit_code == 2

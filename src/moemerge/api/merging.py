@@ -19,9 +19,8 @@ from moemerge.api.jobs import (
     settings_for,
     uploaded,
 )
-from moemerge.api.listing import method_schemas, wrapper_schemas
 from moemerge.api.repairs import run_repair
-from moemerge.api.stages import staged
+from moemerge.api.stages import check_config, staged
 from moemerge.calibration.settings import CALIBRATION, CalibrationKeywords
 from moemerge.checkpoint import check_output
 from moemerge.checkpoint.output import temporary_sibling
@@ -33,7 +32,6 @@ from moemerge.coefficients.settings import (
 from moemerge.config.faults import parse_settings
 from moemerge.config.fields import LayerSelection
 from moemerge.config.load import LoadedConfig
-from moemerge.config.load import load_config as _load_config
 from moemerge.config.models import ModelRef
 from moemerge.config.repairs import Repair, RepairSettings
 from moemerge.config.requests import RequestedRepair
@@ -47,6 +45,7 @@ from moemerge.config.settings import (
     plugin_flags,
     with_keywords,
 )
+from moemerge.config.yaml_lines import read_document
 from moemerge.data.settings import files_of as config_files
 from moemerge.distilling.settings import DISTILLATION, DistillKeywords
 from moemerge.errors import UsageError
@@ -93,8 +92,7 @@ def load_config(source: ConfigSource, *, lenient: bool = False) -> LoadedConfig:
 def _loaded(source: ConfigSource, **options: bool) -> LoadedConfig:
     if isinstance(source, LoadedConfig):
         return source
-    schemas, wrappers = method_schemas(), wrapper_schemas()
-    return _load_config(source, schemas=schemas, wrappers=wrappers, **options)
+    return check_config(read_document(source), **options)
 
 
 @with_keywords(MergeKeywords, MergeSettings)

@@ -47,7 +47,7 @@ def staged(
         return
     stages = read_stages(config)
     if len(stages) == 1:
-        yield _load(stages[0], stages[0].document, settings)
+        yield check_config(stages[0].document, lenient=settings.lenient)
         return
     alone("a config of several merges")
     if out is not None:
@@ -71,7 +71,7 @@ def _run(
     earlier = EarlierStages(f"{folder.resolve()}{os.sep}", ())
     for i, stage in enumerate(stages):
         document = stage.placed({name: earlier.prefix + name for name in stage.uses})
-        loaded = replace(_load(stage, document, settings), earlier=earlier)
+        loaded = replace(check_config(document, lenient=settings.lenient), earlier=earlier)
         if i == len(stages) - 1:
             yield loaded
             return
@@ -94,9 +94,16 @@ def _write_placeholder(loaded: LoadedConfig, out: Path, settings: MergeSettings)
     merging.write_placeholder(merging.plan_merge(loaded, settings), out)
 
 
-def _load(stage: Stage, document: Document, settings: MergeSettings) -> LoadedConfig:
-    document = replace(document, lenient=settings.lenient)
-    return check_document(document, schemas=method_schemas(), wrappers=wrapper_schemas())
+def check_config(
+    document: Document, *, lenient: bool = False, coefficients: bool = True
+) -> LoadedConfig:
+    """Check a config that has been read, for all methods and wrappers."""
+    return check_document(
+        replace(document, lenient=lenient),
+        schemas=method_schemas(),
+        wrappers=wrapper_schemas(),
+        coefficients=coefficients,
+    )
 
 
 _NAME: Final = re.compile(r"\w[\w.-]*")

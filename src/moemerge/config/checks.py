@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moemerge.config.faults import Fault, Path, listed
+from moemerge.config.faults import Fault, Path, listed, suggested
 from moemerge.config.models import ModelRef
 from moemerge.config.parameter_values import (
     ROLE_PREFIX,
     Branch,
     Conditional,
     ParameterReader,
-    ParameterValue,
     TensorContext,
     Values,
     leaves,
@@ -47,11 +46,7 @@ def method_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> lis
     if config.router is not None and config.router.merge_method is not None:
         named.append((("router", "merge_method"), config.router.merge_method))
     return [
-        Fault(
-            path,
-            f"unknown merge method {name!r}"
-            f"{did_you_mean(name, schemas) or '; known: ' + listed(sorted(schemas))}",
-        )
+        Fault(path, f"unknown merge method {name!r}{suggested(name, sorted(schemas))}")
         for path, name in named
         if name not in schemas
     ]
@@ -165,7 +160,7 @@ class MethodCheck:
                 text = f"the base model's parameters have no effect in {self.schema.name!r}"
                 yield Fault(scope.path, f"{text} (mergekit ignores them): remove them", True)
             elif scope.kind != "base":
-                yield from self._scope_faults(scope)
+                yield from scope_faults(scope)
 
     def filters(self) -> Iterator[ConfigFilter]:
         """Return every filter with its path."""
@@ -215,18 +210,6 @@ class MethodCheck:
             entry: SliceEntry = self.config.body.slices[int(path[1])]
             base = entry.base_model or base
         return model == base and self.schema.base is not BasePolicy.MEMBER
-
-    def _scope_faults(self, scope: Scope) -> Iterator[Fault]:
-        for name, value in scope.values.items():
-            spec, path = scope.known.get(name), (*scope.path, name)
-            if spec is not None and scope.kind == "model" and not spec.per_model:
-                text = (
-                    f"{name} is a parameter of the whole method and has no effect under a model "
-                    "(mergekit ignores it): move it to the top `parameters:`"
-                )
-                yield Fault(path, text, True)
-            else:
-                yield from parameter_faults(path, value, scope)
 
     def required(self, merge: NormalisedMerge, known: Container[str] = ()) -> Iterator[Fault]:
         """Report parameters without a default that no scope sets, except those in `known`."""
@@ -279,19 +262,25 @@ def _needs(schema: MethodSchema) -> str:
     return f"{number} {'model' if number == '1' else 'models'}{besides}"
 
 
-def parameter_faults(path: Path, value: ParameterValue, scope: Scope) -> Iterator[Fault]:
-    """Report an unknown parameter, or faults of its value, each at its own path."""
-    spec = scope.known.get(str(path[-1]))
-    if spec is None:
-        close = did_you_mean(str(path[-1]), scope.known)
-        taken = f"; {scope.method!r} takes: {listed(scope.known)}"
-        yield Fault(path, f"unknown parameter{close or taken}", scope.ignorable)
-        return
-    for place, leaf in leaves(value):
-        text = spec.fault(leaf)
-        if text is not None:
-            quoted = isinstance(leaf, str) and spec.type is not str and _is_number(leaf)
-            yield Fault((*path, *place), f"{text} (remove the quotes)" if quoted else text)
+def scope_faults(scope: Scope) -> Iterator[Fault]:
+    """Report unknown parameters, and faults of the others' values, each at its own path."""
+    for name, value in scope.values.items():
+        spec, path = scope.known.get(name), (*scope.path, name)
+        if spec is None:
+            close = suggested(name, scope.known, f"{scope.method!r} takes")
+            yield Fault(path, f"unknown parameter{close}", scope.ignorable)
+        elif scope.kind == "model" and not spec.per_model:
+            text = (
+                f"{name} is a parameter of the whole method and has no effect under a model "
+                "(mergekit ignores it): move it to the top `parameters:`"
+            )
+            yield Fault(path, text, True)
+        else:
+            for place, leaf in leaves(value):
+                why = spec.fault(leaf)
+                if why is not None:
+                    quoted = isinstance(leaf, str) and spec.type is not str and _is_number(leaf)
+                    yield Fault((*path, *place), f"{why} (remove the quotes)" if quoted else why)
 
 
 def _is_number(text: str) -> bool:

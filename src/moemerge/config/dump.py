@@ -123,6 +123,7 @@ NULL = {"type": "null"}
 
 def config_schema(schemas: Mapping[str, MethodSchema]) -> dict[str, Any]:
     """Return a JSON schema of config files, with all methods and wrappers."""
+    wrappers = {name for name, one in schemas.items() if isinstance(one, WrapperSchema)}
     schema = RunConfig.model_json_schema()
     parts = schema["$defs"]
     for part in (schema, *parts.values()):
@@ -130,9 +131,9 @@ def config_schema(schemas: Mapping[str, MethodSchema]) -> dict[str, Any]:
         properties = part["properties"]
         for name, form in properties.items():
             if name == "merge_method":
-                form["enum"] = sorted(n for n, s in schemas.items() if not _wraps(s))
+                form["enum"] = sorted(schemas.keys() - wrappers)
             elif name == "wrapper":
-                form["enum"] = sorted(n for n, s in schemas.items() if _wraps(s))
+                form["enum"] = sorted(wrappers)
             elif name == "parameters":
                 del form["type"], form["additionalProperties"]
                 form["$ref"] = "#/$defs/Parameters"
@@ -144,10 +145,6 @@ def config_schema(schemas: Mapping[str, MethodSchema]) -> dict[str, Any]:
     parts["Parameters"] = _parameters(schemas)
     parts["Value"] = TypeAdapter(ValueForm).json_schema()
     return {"$schema": DIALECT, "title": "moemerge config", **schema}
-
-
-def _wraps(schema: MethodSchema) -> bool:
-    return isinstance(schema, WrapperSchema)
 
 
 def _parameters(schemas: Mapping[str, MethodSchema]) -> dict[str, Any]:

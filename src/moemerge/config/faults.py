@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
@@ -67,6 +67,11 @@ def shown(value: object, limit: int = 60) -> str:
 
 def listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
+
+
+def suggested(name: str, known: Collection[str], what: str = "known") -> str:
+    """Return `, did you mean 'ties'?`, or `; known: ...` with all names if none is similar."""
+    return did_you_mean(name, known) or f"; {what}: {listed(known)}"
 
 
 # --- validation ---------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from moemerge.config.faults import (
     listed,
     path_text,
     shown,
+    suggested,
 )
 from moemerge.config.models import ModelRef
 from moemerge.config.parameter_values import ParameterValue, parse_value
@@ -168,8 +169,7 @@ class Strict(BaseModel):
     def _unknown(cls, key: str) -> str:
         if key in cls.inert:
             return cls.inert[key]
-        close = did_you_mean(key, cls.model_fields)
-        return f"unknown key{close or '; known here: ' + listed(cls.model_fields)}"
+        return f"unknown key{suggested(key, cls.model_fields, 'known here')}"
 
 
 def model_ref(raw: object) -> ModelRef:
@@ -221,8 +221,7 @@ def dtype_field(raw: object) -> str:
             "int64 cannot hold weights: merging would round them to whole numbers"
         )
     if short not in FLOAT_NAMES:
-        close = did_you_mean(short, FLOAT_NAMES) or f"; known: {listed(FLOAT_NAMES)}"
-        raise FaultsError.one(f"unknown dtype {raw!r}{close}")
+        raise FaultsError.one(f"unknown dtype {raw!r}{suggested(short, FLOAT_NAMES)}")
     return short
 
 

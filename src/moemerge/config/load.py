@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path as FilePath
-from typing import Any, Final
+from typing import Final
 
 from moemerge.config.checks import (
     ConfigFilter,
@@ -20,7 +19,7 @@ from moemerge.config.checks import (
     lacks_base,
     method_faults,
     normalised_for_checks,
-    parameter_faults,
+    scope_faults,
     slice_faults,
 )
 from moemerge.config.coefficients import (
@@ -30,7 +29,7 @@ from moemerge.config.coefficients import (
     read_coefficients,
     unweighed_faults,
 )
-from moemerge.config.faults import Fault, Path, WorkingCopy, listed, validate
+from moemerge.config.faults import Fault, Path, WorkingCopy, suggested, validate
 from moemerge.config.parameters import BasePolicy, MethodSchema, WrapperSchema
 from moemerge.config.requests import (
     RequestedRepair,
@@ -50,9 +49,8 @@ from moemerge.config.resolve import (
     with_models,
 )
 from moemerge.config.schema import REPAIRS, RunConfig, kept_faults
-from moemerge.config.yaml_lines import Document, read_document
+from moemerge.config.yaml_lines import Document
 from moemerge.data.settings import files_of
-from moemerge.registry import did_you_mean
 
 _NO_METHOD: Final = "(none)"  # replaces a missing merge_method while the rest is checked
 _BODIES: Final[tuple[Path, ...]] = (("models",), ("slices",), ("modules",))
@@ -137,23 +135,6 @@ class LoadedConfig:
         )
 
 
-def load_config(
-    source: str | FilePath | Mapping[str, Any],
-    *,
-    schemas: Mapping[str, MethodSchema],
-    wrappers: Mapping[str, WrapperSchema] | None = None,
-    lenient: bool = False,
-    coefficients: bool = True,
-) -> LoadedConfig:
-    """Read a file (or YAML text of several lines, or a mapping) and check it.
-
-    Raises ConfigError with every fault. File and model paths are kept as written. If `coefficients`
-    is False, the coefficients file is not read.
-    """
-    document = replace(read_document(source), lenient=lenient)
-    return check_document(document, schemas=schemas, wrappers=wrappers, coefficients=coefficients)
-
-
 def check_document(
     document: Document,
     *,
@@ -161,7 +142,11 @@ def check_document(
     wrappers: Mapping[str, WrapperSchema] | None = None,
     coefficients: bool = True,
 ) -> LoadedConfig:
-    """Check a config that has been read."""
+    """Check a config that has been read; raise ConfigError with every fault.
+
+    File and model paths are kept as written. If `coefficients` is False, the coefficients file is
+    not read.
+    """
     return _Check(document, schemas, wrappers or {}, read_files=coefficients).run()
 
 
@@ -288,15 +273,14 @@ def wrap_faults(
         place: Path = (*WRAP, i)
         schema = wrappers.get(entry.wrapper)
         if schema is None:
-            close = did_you_mean(entry.wrapper, wrappers) or f"; known: {listed(sorted(wrappers))}"
+            close = suggested(entry.wrapper, sorted(wrappers))
             yield Fault(place, f"unknown wrapper {entry.wrapper!r}{close}")
             continue
         if any(entry.wrapper == other.wrapper for other in (config.wrap or ())[:i]):
             yield Fault(place, f"{entry.wrapper!r} is listed twice")
         known = {spec.name: spec for spec in schema.parameters}
         scope = Scope((*place, "parameters"), entry.parameters, known, schema.name, ignorable=False)
-        for name, value in scope.values.items():
-            yield from parameter_faults((*scope.path, name), value, scope)
+        yield from scope_faults(scope)
         if method is not None:
             yield from _unfit(place, method, schema)
     if config.wrap and method is not None and method.base is BasePolicy.MEMBER:

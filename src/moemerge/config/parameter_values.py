@@ -22,10 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from moemerge.config.faults import Fault, FaultsError, Path, listed, shown
+from moemerge.config.faults import Fault, FaultsError, Path, shown, suggested
 from moemerge.config.parameters import REQUIRED, MethodSchema, ParameterSpec, Scalar
 from moemerge.errors import ConfigError
-from moemerge.registry import did_you_mean
 
 ROLE_NAMES: Final = (
     "router",
@@ -189,8 +188,7 @@ def _branch(raw: object) -> Branch:
     keys = ("filter", "value")
     unknown = [key for key in raw if key not in keys]
     if unknown:
-        known = "; known here: filter, value"
-        texts = {key: f"unknown key{did_you_mean(str(key), keys) or known}" for key in unknown}
+        texts = {key: f"unknown key{suggested(str(key), keys, 'known here')}" for key in unknown}
         raise FaultsError([Fault((key,), text, True) for key, text in texts.items()])
     if raw.get("value") is None:
         raise FaultsError.one("needs a `value`")
@@ -212,7 +210,7 @@ def _filter(raw: object) -> str | None:
     if raw.startswith(ROLE_PREFIX):
         role = raw[len(ROLE_PREFIX) :]
         if role not in ROLE_NAMES:
-            close = did_you_mean(role, ROLE_NAMES) or f"; known here: {listed(ROLE_NAMES)}"
+            close = suggested(role, ROLE_NAMES, "known here")
             raise FaultsError.one(f"unknown role {role!r}{close}", "filter")
     return raw
 

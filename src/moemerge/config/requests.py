@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moemerge.collecting.settings import CollectingSettings
-from moemerge.config.faults import Fault, Path, listed
+from moemerge.config.faults import Fault, Path, listed, suggested
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import MethodSchema, StatisticsKind
 from moemerge.config.repairs import Repair, RepairBlock, StepSettings, selected_sources
 from moemerge.config.resolve import NormalisedMerge, model_names
-from moemerge.config.schema import REPAIRS, RunConfig
+from moemerge.config.schema import RunConfig
 from moemerge.data.settings import DataRecipe, files_of
 from moemerge.registry import did_you_mean
 
@@ -56,14 +56,12 @@ class RequestedRepair:
 def requested_repairs(config: RunConfig) -> tuple[RequestedRepair, ...]:
     """Return the repairs of a checked config in the order in which they run."""
     requested = []
-    for repair in REPAIRS:
-        block = config.repairs.get(repair.key)
-        if block is not None:
-            sources, optional = _sources(config, block)
-            data = block.data or config.data or {}
-            chosen = {n: m for n, m in {**sources, **optional}.items() if n in data}
-            files = {name: files_of(data[name]) for name in chosen}
-            requested.append(RequestedRepair(repair, block, chosen, files))
+    for repair, block in config.repairs.items():
+        sources, optional = _sources(config, block)
+        data = block.data or config.data or {}
+        chosen = {n: m for n, m in {**sources, **optional}.items() if n in data}
+        files = {name: files_of(data[name]) for name in chosen}
+        requested.append(RequestedRepair(repair, block, chosen, files))
     return tuple(requested)
 
 
@@ -71,9 +69,8 @@ def repair_faults(config: RunConfig) -> list[Fault]:
     """Check that each source has text, and each text a source."""
     faults: list[Fault] = []
     blocks = config.repairs
-    for repair in REPAIRS:
-        if repair.key in blocks:
-            faults += _block_faults(config, repair, blocks[repair.key])
+    for repair, block in blocks.items():
+        faults += _block_faults(config, repair, block)
     if config.data is not None and all(block.data is not None for block in blocks.values()):
         known = named_models(config)
         for block in blocks.values():
@@ -137,9 +134,8 @@ def _unpaired(config: RunConfig, repair: Repair, block: RepairBlock) -> list[Fau
     return faults
 
 
-def _no_model(name: str, models: Iterable[str], likely: Sequence[str] = ()) -> str:
-    close = did_you_mean(name, likely) or did_you_mean(name, models)
-    return f"no model is called {name!r}{close or '; known: ' + listed(models)}"
+def _no_model(name: str, models: Collection[str], likely: Sequence[str] = ()) -> str:
+    return f"no model is called {name!r}{did_you_mean(name, likely) or suggested(name, models)}"
 
 
 def _strays(
@@ -295,7 +291,7 @@ def _lacking(config: RunConfig, merge: NormalisedMerge, missing: list[str]) -> I
             f"{need.schema.name!r} needs {_WORDS[need.kind]}: give `statistics` (files made by "
             f"`moemerge stats`) or `data` (text) for {listed(need.models)}"
         )
-        for key, block in config.repairs.items():
+        for repair, block in config.repairs.items():
             if block.data is not None:
-                text += f"; the data of `{key}` serves both when it is moved to the top"
+                text += f"; the data of `{repair.key}` serves both when it is moved to the top"
         yield Fault(need.place, text)

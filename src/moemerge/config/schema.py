@@ -63,9 +63,6 @@ class KeptModels(Strict):
         return data
 
 
-Text = Annotated[str, Field(min_length=1)]
-
-
 class ModelEntry(Strict):
     """One of `models:`. `name` pairs the model with its calibration text."""
 
@@ -125,7 +122,7 @@ class TokenSource(Strict):
 
     kind: Literal["model_token", "zero"]
     model: ModelField | None = None
-    token: Text | None = None
+    token: Name | None = None
     token_id: Annotated[int, Field(strict=True, ge=0)] | None = None
 
     @model_validator(mode="after")
@@ -175,7 +172,7 @@ class TokenizerSettings(Strict):
 class WrapEntry(Strict):
     """One of `wrap:`: the name of a wrapper, or with its parameters."""
 
-    wrapper: Text
+    wrapper: Name
     parameters: Parameters = Field(default_factory=dict)
 
 
@@ -199,7 +196,7 @@ Wraps = Annotated[
 class RouterSettings(Strict):
     """How routers are merged, if not like all other tensors: another method, or one model's."""
 
-    merge_method: Text | None = None
+    merge_method: Name | None = None
     parameters: Parameters = Field(default_factory=dict)
     keep: ModelField | None = None
 
@@ -253,7 +250,7 @@ class RunConfig(Body):
     }
     blocks: ClassVar[tuple[str, ...]] = ("router", *(repair.key for repair in REPAIRS))
 
-    merge_method: Text = Field(
+    merge_method: Name = Field(
         ..., description="how models are merged: `moemerge ls methods` lists the methods"
     )
     base_model: ModelField | None = Field(
@@ -309,10 +306,10 @@ class RunConfig(Body):
         return self.modules["default"] if self.modules else self
 
     @property
-    def repairs(self) -> dict[str, RepairBlock]:
-        """The blocks of the repairs that the config requests, by their keys."""
-        blocks = {repair.key: getattr(self, repair.key) for repair in REPAIRS}
-        return {key: block for key, block in blocks.items() if block is not None}
+    def repairs(self) -> dict[Repair, RepairBlock]:
+        """The repairs that the config requests, in the order in which they run."""
+        blocks = {repair: getattr(self, repair.key) for repair in REPAIRS}
+        return {repair: block for repair, block in blocks.items() if block is not None}
 
 
 def kept_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> Iterator[Fault]:
@@ -330,7 +327,7 @@ def kept_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> Itera
     for key in ("tokenizer", "tokenizer_source"):
         if getattr(config, key) is not None:
             yield Fault((key,), "cannot be changed where models are kept (`tasks`): remove it")
-    for key in config.repairs:
-        yield Fault((key,), "changes the merge that `tasks` refer to: remove one of them")
+    for repair in config.repairs:
+        yield Fault((repair.key,), "changes the merge that `tasks` refer to: remove one of them")
     if config.router is not None and config.router.keep is not None:
         yield Fault(("router", "keep"), "leaves no mask of the routers: remove it, or `tasks`")

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moemerge.api.listing import method_schemas, wrapper_schemas
+from moemerge.api.listing import method_schemas
+from moemerge.api.stages import check_config
 from moemerge.checkpoint.locate import is_local
 from moemerge.config.dump import plain_settings
 from moemerge.config.faults import Fault
 from moemerge.config.fields import Strict
-from moemerge.config.load import check_document
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import BasePolicy
 from moemerge.config.repairs import RepairBlock, selected_sources
@@ -64,15 +64,11 @@ class StudyTable:
 class StudyPlan:
     """All nodes, cells and tables of a study."""
 
-    loaded: LoadedStudy
+    config: StudyConfig
     tasks: tuple[BenchmarkTask, ...]
     tables: tuple[StudyTable, ...]  # nodes of the first seed
     seeds: tuple[StudyPlan, ...] = ()  # the plan of each seed, if the study is repeated
     texts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of `perplexity`
-
-    @property
-    def config(self) -> StudyConfig:
-        return self.loaded.config
 
     @property
     def cells(self) -> dict[str, StudyCell]:
@@ -153,7 +149,7 @@ class _Planner:
             ALL: TableEntry.model_validate({"title": self.config.title})
         }
         made = tuple(self.table(name, entry) for name, entry in tables.items())
-        return StudyPlan(self.loaded, self.tasks, made, texts=self.texts_measured)
+        return StudyPlan(self.config, self.tasks, made, texts=self.texts_measured)
 
     # --- sources and texts ---
 
@@ -206,11 +202,7 @@ class _Planner:
         raw = self.config.merges[name]
         self.loaded.document.judge(self.merge_faults(name, raw))
         data = self.filled(raw)
-        check_document(
-            self.loaded.merge_document(name, data),
-            schemas=self.schemas,
-            wrappers=wrapper_schemas(),
-        )
+        check_config(self.loaded.merge_document(name, data))
         used = _used(data)
         parents = [self.models[model] for model in used]
         if "data" in data:

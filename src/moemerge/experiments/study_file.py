@@ -7,14 +7,14 @@ Errors name the file and line. Relative paths start from the folder of the file 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path as FilePath
 from typing import Any, Final
 
 from moemerge.checkpoint.locate import HUB_ID, is_local
-from moemerge.config.faults import Fault, Path
+from moemerge.config.faults import Fault, Path, suggested
 from moemerge.config.yaml_lines import Document, read_document, read_yaml
 from moemerge.errors import ConfigError
 from moemerge.evaluation.job import TASK_SUFFIXES
@@ -26,7 +26,6 @@ from moemerge.experiments.settings import (
     StudyConfig,
     TunedSource,
 )
-from moemerge.registry import did_you_mean
 
 EXTENDS: Final = "extends"
 MOST_LAYERS: Final = 20  # files that extend each other; more would be a circle
@@ -317,8 +316,6 @@ def _table_faults(config: StudyConfig) -> Iterator[Fault]:
                 yield from unknown(one, known, (*place, "compare", number, side), "repair")
 
 
-def unknown(name: str, known: Iterable[str], place: Path, what: str) -> Iterator[Fault]:
-    known = list(known)
+def unknown(name: str, known: Collection[str], place: Path, what: str) -> Iterator[Fault]:
     if name not in known:
-        close = did_you_mean(name, known) or f"; known: {', '.join(known) or 'none'}"
-        yield Fault(place, f"no {what} is called {name!r}{close}")
+        yield Fault(place, f"no {what} is called {name!r}{suggested(name, known)}")
