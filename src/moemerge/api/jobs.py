@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, get_args
 
 from moemerge.architectures.config_check import check_model_config
 from moemerge.architectures.opened import open_model
@@ -99,17 +99,7 @@ def uploaded(out: Path, repo: str | None, progress: Progress) -> Iterator[None]:
     progress.note(f"uploaded: {upload(out, repo)}")
 
 
-class ExpertsKeywords(TypedDict, total=False):
-    """The keyword of jobs that accept sources with more experts than the model."""
-
-    experts: Mapping[str, str | Path] | None
-
-
-class DiagnoseKeywords(DiagnosisKeywords, ExpertsKeywords, total=False):
-    """Keywords of `diagnose`."""
-
-
-@with_keywords(DiagnoseKeywords, DiagnosisSettings)
+@with_keywords(DiagnosisKeywords, DiagnosisSettings)
 def diagnose(
     model: ModelLike,
     *,
@@ -117,11 +107,12 @@ def diagnose(
     data: Mapping[str, Files],
     against: Sequence[ModelLike] = (),
     check: Mapping[str, Files] | None = None,
+    experts: Mapping[str, str | Path] | None = None,
     settings: DiagnosisSettings | None = None,
     report: str | Path | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-    **keywords: Unpack[DiagnoseKeywords],
+    **keywords: Unpack[DiagnosisKeywords],
 ) -> Diagnosis:
     """Measure how a merge changed the routing of `model`. Any tool may have merged it.
 
@@ -138,15 +129,14 @@ def diagnose(
     from moemerge.diagnosis.run import run_diagnosis
     from moemerge.report.page import write_page
 
-    values = {name: value for name, value in keywords.items() if name != "experts"}
     request = DiagnosisRequest(
         model=model,
         sources=sources,
         data={name: files_of(files) for name, files in data.items()},
         against=(against,) if isinstance(against, str | Path | ModelRef) else tuple(against),
-        settings=settings_for(DiagnosisSettings, settings, values, "diagnose"),
+        settings=settings_for(DiagnosisSettings, settings, keywords, "diagnose"),
         check={name: files_of(files) for name, files in (check or {}).items()},
-        experts=keywords.get("experts") or {},
+        experts=experts or {},
     )
     page = None
     if report is not None and leads():

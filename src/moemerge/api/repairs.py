@@ -7,12 +7,12 @@ editors and type checkers read.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from moemerge.api.jobs import ExpertsKeywords, files_of, output_for, settings_for, uploaded
+from moemerge.api.jobs import files_of, output_for, settings_for, uploaded
 from moemerge.calibration.settings import CALIBRATION, CalibrationKeywords, CalibrationSettings
 from moemerge.config.models import ModelLike
 from moemerge.config.repairs import Repair, RepairSettings
@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from moemerge.lockstep.report import RepairReport
     from moemerge.lockstep.request import RepairRequest
     from moemerge.refitting.report import RefitReport
+
+
+class ExpertsKeywords(TypedDict, total=False):
+    """The keyword of repairs that accept sources with more experts than the model."""
+
+    experts: Mapping[str, str | Path] | None
 
 
 class CalibrateKeywords(CalibrationKeywords, OutputKeywords, ExpertsKeywords, total=False):
@@ -175,7 +181,7 @@ def run_repair(
 
     On the page, `label` is the name of the merged model, and `command` the command that was run.
     """
-    run = repair.load_runner()
+    run: Callable[[RepairRequest[Any], Progress], RepairReport] = repair.load_runner()
     settings = request.settings
     # A diagnosis compares models with the same experts, so pruning is not measured.
     measure = isinstance(settings, RepairSettings) and settings.measure
@@ -185,10 +191,8 @@ def run_repair(
             "check text is given, but nothing is measured",
             hint="leave out `measure=False`, or the check text",
         )
-    report: RepairReport
     if page is None and not measure:
-        report = run(request, progress)
-        return report
+        return run(request, progress)
     from moemerge.diagnosis.page import BeforeAndAfter
 
     try:
@@ -198,8 +202,7 @@ def run_repair(
             raise
         # Routers of a source can be read even if the source cannot be run.
         progress.note(f"the routing will not be measured on held-out rows: {error.message}")
-        report = run(request, progress)
-        return report
+        return run(request, progress)
     report = run(replace(request, text=both.text), progress)
     measured = both.holds_out or bool(request.check)
     if page is None and not measured:
