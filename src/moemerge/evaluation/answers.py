@@ -82,19 +82,22 @@ class CompletionIndex:
         """Return when a completion was last added; 0 if the file is missing."""
         return self.completions.stat().st_mtime if os.path.exists(self.completions) else 0.0
 
+    def journal(self) -> CompletionJournal:
+        return CompletionJournal(self.completions, self.made_by)
+
     @classmethod
-    def of(cls, out: Path, model: str, made_by: Mapping[str, Any]) -> CompletionIndex:
+    def of(cls, out: Path, model: ModelLike, settings: GenerationSettings) -> CompletionIndex:
         """Open or create the index of this model and these sampling settings."""
-        content = json.dumps(made_by, sort_keys=True).encode()
+        common = made_by(model, settings)
+        content = json.dumps(common, sort_keys=True).encode()
         digest = hashlib.blake2b(content, digest_size=6).hexdigest()
         folder = out / "completions"
         # The hash identifies the model, wherever it is stored now.
         known = sorted(folder.glob(f"*-{digest}.json"))
-        path = (
-            known[0] if known else folder / f"{file_name(display_names([model])[0])}-{digest}.json"
-        )
+        (name,) = display_names([str(model)])
+        path = known[0] if known else folder / f"{file_name(name)}-{digest}.json"
         tasks = cls.read(path).tasks if os.path.exists(path) else {}
-        return cls(path, model, made_by, tasks)
+        return cls(path, str(model), common, tasks)
 
     @classmethod
     def read(cls, path: Path) -> CompletionIndex:
@@ -169,11 +172,10 @@ def remaining_work(job: EvaluationJob, asked: PromptedModel) -> str:
     """Describe the work that is left for a model. Writes nothing."""
     made = reused = length = most = 0
     for settings, tasks in _groups(job):
-        common = made_by(asked.model, settings)
-        index = CompletionIndex.of(job.out, str(asked.model), common)
+        index = CompletionIndex.of(job.out, asked.model, settings)
         known: set[tuple[str, int]] = set()
         if os.path.exists(index.completions):
-            with CompletionJournal(index.completions, index.made_by) as journal:
+            with index.journal() as journal:
                 known = journal.finished()
         for line in (line for task in tasks for line in asked.tokens[task.name]):
             key = prompt_key(line)
@@ -203,8 +205,7 @@ def answer(job: EvaluationJob, asked: PromptedModel, progress: Progress) -> dict
     """Return all answers of one model by task. Each is written to disk once it is generated."""
     answered = {}
     for settings, tasks in _groups(job):
-        common = made_by(asked.model, settings)
-        index = CompletionIndex.of(job.out, str(asked.model), common)
+        index = CompletionIndex.of(job.out, asked.model, settings)
         for task in tasks:
             prompts = zip(asked.tokens[task.name], asked.prompts[task.name], strict=True)
             lines = [RecordedPrompt(prompt_key(line), text) for line, text in prompts]
@@ -212,7 +213,7 @@ def answer(job: EvaluationJob, asked: PromptedModel, progress: Progress) -> dict
         index.write()
         make_engine = engine_maker(asked.model, asked.tokenizer, settings, progress)
         together = [line for task in tasks for line in asked.tokens[task.name]]
-        with CompletionJournal(index.completions, common) as journal:
+        with index.journal() as journal:
             made = iter(complete(together, settings, make_engine, journal, progress).completions)
         for task in tasks:
             completions = [next(made) for _problem in task.problems]
@@ -257,7 +258,7 @@ def _recalled(
         index = indexes.get(place)
         if index is None or not os.path.exists(index.completions):
             raise _missing(job, label, tasks[0], len(tasks[0].problems) * settings.samples)
-        with CompletionJournal(index.completions, index.made_by) as journal:
+        with index.journal() as journal:
             for task in tasks:
                 prompts = index.tasks.get(task.name, {})
                 asked = [prompts.get(name) for name in task.names]

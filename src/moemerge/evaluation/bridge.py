@@ -19,7 +19,7 @@ from moemerge.evaluation.answers import CompletionIndex
 from moemerge.evaluation.job import TASK_SUFFIXES, EvaluationJob
 from moemerge.evaluation.report import TaskScores
 from moemerge.generation.prompts import open_tokenizer
-from moemerge.generation.run import CompletionJournal, complete, engine_maker, made_by
+from moemerge.generation.run import complete, engine_maker
 from moemerge.generation.settings import EngineSettings, GenerationSettings
 from moemerge.generation.transformers_engine import Likelihood, TransformersEngine
 from moemerge.runtime.progress import Progress
@@ -107,11 +107,10 @@ class Bridge:
     def _complete(
         self, prompts: Sequence[Sequence[int]], settings: GenerationSettings
     ) -> list[list[str]]:
-        common = made_by(self._model, settings)
-        index = CompletionIndex.of(self._job.out, str(self._model), common)
+        index = CompletionIndex.of(self._job.out, self._model, settings)
         index.write()
         maker = engine_maker(self._model, self.tokenizer, settings, self._progress)
-        with CompletionJournal(index.completions, common) as journal:
+        with index.journal() as journal:
             made = complete(prompts, settings, maker, journal, self._progress)
         return [[one.text for one in samples] for samples in made.completions]
 
