@@ -11,7 +11,6 @@ from typing import Any, Unpack
 from moemerge.config.faults import parse_settings
 from moemerge.config.settings import with_keywords
 from moemerge.errors import CheckpointError
-from moemerge.evaluation.settings import PERPLEXITY
 from moemerge.experiments.cells import CellJournal, Failure, SetCells, run_cells
 from moemerge.experiments.estimate import StudyEstimate, estimate, largest_model
 from moemerge.experiments.plan import StudyPlan, plan_study
@@ -141,14 +140,10 @@ def left_to_measure(plan: StudyPlan, journal: CellJournal) -> list[StudyCell]:
 
 def bench_of(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyBench:
     config = plan.config
-    given = [name for name in dict.fromkeys(config.evaluate.tasks) if name != PERPLEXITY]
-    tasks: dict[str, dict[str, str]] = {}
-    for task, name in zip(plan.tasks, given, strict=True):
-        tasks.setdefault(task.settings.domain, {})[task.name] = name
     return StudyBench(
         folder=(settings.work or out) / MODELS,
         answers=out / ANSWERS,
-        tasks=tasks,
+        tasks=plan.tasks,
         texts=plan.texts,
         evaluate=config.evaluate,
         diagnose=config.diagnose,

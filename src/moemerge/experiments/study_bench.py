@@ -18,6 +18,7 @@ from moemerge.config.repairs import RepairSettings
 from moemerge.data.settings import DataRecipe
 from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.evaluation.answers import file_name
+from moemerge.evaluation.job import BenchmarkTask
 from moemerge.evaluation.report import EvaluationReport
 from moemerge.evaluation.settings import PERPLEXITY
 from moemerge.experiments.settings import BY_VERB, DiagnoseBlock, EvaluateBlock
@@ -36,7 +37,7 @@ class StudyBench:
 
     folder: Path  # folder of models
     answers: Path  # folder of their answers
-    tasks: Mapping[str, Mapping[str, str]]  # tasks of each domain by name, as given
+    tasks: tuple[BenchmarkTask, ...]
     texts: Mapping[str, tuple[str, ...]]  # texts of the task perplexity
     evaluate: EvaluateBlock
     diagnose: DiagnoseBlock | None
@@ -160,9 +161,9 @@ class StudyBench:
     def _scores(
         self, node: StudyNode, domains: Sequence[str]
     ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-        asked = {name: given for d in domains for name, given in self.tasks[d].items()}
+        asked = {t.name: t.file for d in domains for t in self.tasks if t.settings.domain == d}
         data = {n: files for n, files in self.evaluate.data.items() if n in asked}
-        report = self._evaluated(node, list(asked.values()), data)
+        report = self._evaluated(node, [str(file) for file in asked.values()], data)
         by_task: dict[str, dict[str, Any]] = {}
         for task in report.tasks:
             scores = task.scores[0].tolist()

@@ -186,12 +186,11 @@ def summarise(
     form: TableForm, rows: Sequence[Row[Measurement]], keys: Sequence[Repeat], find: FindEntry
 ) -> Summary:
     """Return the table of all cells that `find` finds; it lists missing rows."""
-    entries = {row: {key: find(key, row.cell) for key in keys} for row in rows}
-    return _Summariser(
-        form,
-        rows,
-        {r: {k: e for k, e in own.items() if e is not None} for r, own in entries.items()},
-    ).summary()
+    measured = {
+        row: {key: entry for key in keys if (entry := find(key, row.cell)) is not None}
+        for row in rows
+    }
+    return _Summariser(form, rows, measured).summary()
 
 
 @dataclass(frozen=True)
