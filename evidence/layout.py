@@ -31,13 +31,21 @@ VOCABULARY = len(IDS)
 _TABLE = np.array([IDS.get(chr(byte), IDS[UNKNOWN]) for byte in range(256)], dtype=np.uint8)
 
 
+# The models continue a prompt with its answer.
+CHAT_TEMPLATE = (
+    "{% for turn in messages %}{{ turn['content'] }}"
+    "{% if turn['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character."""
     inner = Tokenizer(models.WordLevel(IDS, unk_token=UNKNOWN))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     inner.decoder = decoders.Fuse()  # no spaces between characters
     make: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
-    return make(tokenizer_object=inner, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN)
+    special = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNKNOWN}
+    return make(tokenizer_object=inner, chat_template=CHAT_TEMPLATE, **special)
 
 
 def encode(text: str) -> Tensor:

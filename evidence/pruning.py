@@ -18,6 +18,7 @@ from typing import Any
 
 import moemerge
 from evidence.finetuning import finetune
+from evidence.layout import EOS
 from evidence.similar import groups_of_experts
 from moemerge.pruning.settings import ExpertScore
 from moemerge.testbed import bundled_set
@@ -124,9 +125,9 @@ def make(cell: Cell, folder: Path, device: str) -> Path:
         return out
     report = moemerge.prune(model, folder / "pruned", data=data, **options)
     if cell.repair.endswith("grouped"):
-        some = data[cell.domain].read_text().splitlines()[:COMPARED_ROWS]
+        some = read_problems(cell.domain)[:COMPARED_ROWS]
         groups = groups_of_experts(
-            model, report.pruning.kept, [json.loads(line)["text"] for line in some]
+            model, report.pruning.kept, [p.prompt + p.answer + EOS for p in some]
         )
         experts = folder / "experts.json"
         experts.write_text(json.dumps(groups))
@@ -146,10 +147,8 @@ def make(cell: Cell, folder: Path, device: str) -> Path:
         )
         return out
     rate = float(cell.repair.removeprefix("tune "))
-    lines = data[cell.domain].read_text().splitlines()
     first = cell.draw * 244  # of 1000 rows
-    drawn = [json.loads(line)["text"] for line in lines[first : first + ROWS]]
-    rows = [_problem(cell.domain, text) for text in drawn]
+    rows = read_problems(cell.domain)[first : first + ROWS]
     return finetune(folder / "pruned", out, rows, steps=STEPS, lr=rate, device=device)
 
 
@@ -159,13 +158,10 @@ def _first_rows(data: Path, out: Path) -> Path:
     return out
 
 
-def _problem(domain: str, text: str) -> Problem:
-    """Split a row into prompt and answer, as the task does."""
-    text = text.removesuffix("<eos>")
-    ends = [text.find(mark) + len(mark) for mark in ("=", ":") if mark in text]
-    if domain == "code":
-        ends = [text.find("=") + 1 if "=" in text else text.rfind(" s") + 2]
-    return Problem(domain, "", False, text[: min(ends)], text[min(ends) :])
+def read_problems(domain: str) -> list[Problem]:
+    """Return the rows of a bundled specialist's text."""
+    rows = map(json.loads, bundled_set().data[domain].read_text().splitlines())
+    return [Problem(domain, "", False, row["prompt"], row["response"]) for row in rows]
 
 
 def write(out: Path, rows: list[dict[str, Any]]) -> None:

@@ -25,6 +25,8 @@ from torch import Tensor
 
 import moemerge
 from evidence.gptq import round_by_gptq, write_rounded
+from evidence.layout import EOS
+from evidence.pruning import read_problems
 from moemerge.testbed import bundled_set
 from moemerge.testbed.demo import accuracy, draw_test_problems, one_thread
 
@@ -135,8 +137,7 @@ def main() -> None:
                 folder.mkdir()
                 model = rounded(original, folder / "rounded", group)
                 solved(model, scale, "rounded")
-                lines = trained.data[domain].read_text().splitlines()[:ROWS]
-                texts = [json.loads(line)["text"] for line in lines]
+                texts = [p.prompt + p.answer + EOS for p in read_problems(domain)[:ROWS]]
                 write_rounded(original, folder / "gptq", round_by_gptq(original, texts, group))
                 solved(folder / "gptq", scale, "rounded by GPTQ")
                 given = {"data": {domain: trained.data[domain]}}

@@ -9,7 +9,6 @@ continues.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,20 +37,14 @@ METHODS: Mapping[str, Mapping[str, float]] = {
     "della": {"weight": 1.0, "density": 0.7, "epsilon": 0.1},
 }
 TRAINING_PROBLEMS, TEST_PROBLEMS = 512, 300  # of a domain
-# With a chat template, the loss of prompts, which no model can predict, does not count.
-TEMPLATE = (
-    "{% for turn in messages %}{{ turn['content'] }}"
-    "{% if turn['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
-)
 
 
 class Specialists:
-    """The bundled models with a chat template, and text of their domains."""
+    """The bundled models, and text of their domains."""
 
     def __init__(self, folder: Path) -> None:
         trained = bundled_set()
-        self.base = _copied(trained.base, folder / "base")
-        self.models = {name: _copied(path, folder / name) for name, path in trained.models.items()}
+        self.base, self.models = trained.base, trained.models
         self.text = {name: _write(folder, name, "train", TRAINING_PROBLEMS) for name in self.models}
         self.unseen = {name: _write(folder, name, "test", TEST_PROBLEMS) for name in self.models}
 
@@ -72,12 +65,6 @@ class Specialists:
         gap, left = (float(one.loss_gap or 0) for one in overall_totals(after.totals).values())
         shares = {"won_back": won_back(found.swaps), "closed": 1 - left / gap}
         return {"sources": list(domains), "method": method, "kl": own.mean("kl"), **shares}
-
-
-def _copied(path: Path, out: Path) -> Path:
-    shutil.copytree(path, out)
-    (out / "chat_template.jinja").write_text(TEMPLATE)
-    return out
 
 
 def _write(folder: Path, domain: str, split: Split, count: int) -> Path:

@@ -37,7 +37,6 @@ from evidence.data import (
 )
 from evidence.layout import (
     ARCHITECTURES,
-    EOS,
     Shape,
     character_tokenizer,
     config_of,
@@ -285,7 +284,7 @@ def _write_set(
         (folder / DATA).mkdir()
         for domain in job.domains:
             rows = problems(domain, split="train", count=CALIBRATION_ROWS, seed=job.seed)
-            texts = ({"text": p.prompt + p.answer + EOS} for p in rows)
+            texts = ({"prompt": p.prompt, "response": p.answer} for p in rows)
             write_rows(folder / DATA / f"{domain}.jsonl", texts)
         manifest = {
             **_description(job, device),

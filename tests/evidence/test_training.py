@@ -42,12 +42,18 @@ class Killed(Silent):
 def test_a_set_is_complete_and_loads_with_transformers(trained):
     assert open_set(trained.folder) == trained
     assert [p.name for p in trained.folder.parent.iterdir()] == [trained.folder.name]
-    rows = [json.loads(line)["text"] for line in trained.data["code"].read_text().splitlines()]
+    rows = [json.loads(line) for line in trained.data["code"].read_text().splitlines()]
     drawn = problems("code", split="train", count=len(rows), seed=0)
-    assert rows == [p.prompt + p.answer + "<eos>" for p in drawn]
+    assert rows == [{"prompt": p.prompt, "response": p.answer} for p in drawn]
+    turns = [
+        {"role": "user", "content": drawn[0].prompt},
+        {"role": "assistant", "content": drawn[0].answer},
+    ]
     for folder in (trained.base, *trained.models.values()):
         model = AutoModelForCausalLM.from_pretrained(folder)
-        ids = AutoTokenizer.from_pretrained(folder)(rows[0])["input_ids"]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = tokenizer.apply_chat_template(turns, return_dict=False)
+        assert tokenizer.decode(ids) == drawn[0].prompt + drawn[0].answer + "<eos>"
         assert ids[-1] == model.config.eos_token_id
         assert model.config.vocab_size > max(ids)
     manifest = trained.manifest

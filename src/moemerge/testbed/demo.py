@@ -110,10 +110,6 @@ TEST_SEED = 20_002  # of the test problems; no training seed uses it
 HELD_OUT = 100  # problems per domain on whose text the routing is compared
 ROWS = 256  # rows of calibration text per domain
 
-# The specialists continue a prompt with its answer. With this template a row states both apart, and
-# the loss is of the answers.
-CONTINUED = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-
 SPECIALIST = "specialist"
 AS_MERGED = "as merged"
 AVERAGED = "averaged"
@@ -214,7 +210,6 @@ class Demo:
         config: dict[str, Any] = {
             "merge_method": method,
             "models": models,
-            "chat_template": CONTINUED,
         }
         if method != "linear":
             config["base_model"] = str(self._base)
