@@ -332,9 +332,9 @@ class _AdapterWriter:
                 hint="check which models were named",
             )
         ranks = {row.name: row.rank for row in self.rows if row.rank is not None}
-        write_adapter(self._folder, self._infos, self._spool)
+        config = adapter_config(self._written, ranks, self._settings.layout, base)
+        write_adapter(self._folder, config, self._infos, self._spool)
         self._spool.unlink()
-        write_config(self._folder, self._written, ranks, self._settings, base)
 
     def notices(self, targets: Sequence[Target]) -> Iterator[str]:
         """Yield what the adapter does not contain."""
@@ -352,8 +352,11 @@ class _AdapterWriter:
             )
 
 
-def write_adapter(folder: Path, infos: Sequence[TensorInfo], data: Path | None) -> None:
-    """Write the weights: a header, and the tensors in the same order; None for zeros."""
+def write_adapter(
+    folder: Path, config: Mapping[str, Any], infos: Sequence[TensorInfo], data: Path | None
+) -> None:
+    """Write the config, and the weights: a header, then `data` or zeros."""
+    write_file(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
     header, _ = build_header(infos)
     with open(folder / _WEIGHTS, "wb") as file:
         file.write(header)
@@ -364,17 +367,6 @@ def write_adapter(folder: Path, infos: Sequence[TensorInfo], data: Path | None) 
                 shutil.copyfileobj(source, file, BLOCK_BYTES)
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_config(
-    folder: Path,
-    targets: Sequence[Target],
-    ranks: Mapping[str, int],
-    settings: ExtractLoraSettings,
-    base: str,
-) -> None:
-    config = adapter_config(targets, ranks, settings.layout, base)
-    write_file(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
 
 def _rehearse(
@@ -392,9 +384,9 @@ def _rehearse(
                 for name, shape in zip(names[target.name], shapes, strict=True)
             ]
     kept = [target for target in targets if target.low_rank]
+    config = adapter_config(kept, dict.fromkeys(names, 1), settings.layout, "")
     try:
-        write_adapter(folder, infos, None)
-        write_config(folder, kept, dict.fromkeys(names, 1), settings, "")
+        write_adapter(folder, config, infos, None)
         AdaptedCheckpoint(base.checkpoint.path, folder).close()
     except CheckpointError as error:
         raise ArchitectureError(
