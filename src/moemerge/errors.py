@@ -34,10 +34,12 @@ class ConfigError(MoeMergeError):
     exit_code = 2
 
     @classmethod
-    def from_problems(cls, where: str, problems: Sequence[str]) -> ConfigError:
+    def from_problems(
+        cls, where: str, problems: Sequence[str], *, hint: str | None = None
+    ) -> ConfigError:
         """Return one error with all problems of a file."""
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        return cls("\n".join([f"{where}: {count}", *(f"  {p}" for p in problems)]))
+        return cls("\n".join([f"{where}: {count}", *(f"  {p}" for p in problems)]), hint=hint)
 
 
 class CheckpointError(MoeMergeError):

@@ -86,7 +86,14 @@ def test_bad_configs_exit_2_with_every_problem(tmp_path, config):
 
 def test_lenient_warns_instead(tmp_path, config):
     config.write_text(config.read_text() + "normalize: true\n")
-    refused(moemerge("validate", config), 2, "normalize", "parameters")
+    for verb in ("validate", "run", "merge"):
+        out = () if verb == "validate" else (tmp_path / "out",)
+        result = moemerge(verb, config, *out)
+        refused(result, 2, "normalize", "parameters", "ignores this: --lenient warns")
+        assert result.stderr.count("--lenient") == 1
+    result = moemerge("coefficients", "acm", config, tmp_path / "c.yml")  # has no such flag
+    assert "normalize" in result.stderr
+    assert "--lenient" not in result.stderr
     result = moemerge("validate", config, "--lenient")
     assert result.returncode == 0
     assert "normalize" in result.stderr

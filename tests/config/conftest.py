@@ -62,7 +62,7 @@ def schemas():
 
 @pytest.fixture
 def load(schemas):
-    def read(source, *, lenient=False):
+    def read(source, *, lenient=None):
         return check_document(replace(read_document(source), lenient=lenient), schemas=schemas)
 
     return read
@@ -72,7 +72,7 @@ def load(schemas):
 def problems(load):
     """The problems of a text, one string each; empty when it loads."""
 
-    def read(source, *, lenient=False):
+    def read(source, *, lenient=None):
         try:
             load(source, lenient=lenient)
         except ConfigError as error:

@@ -395,6 +395,28 @@ def test_lenient_warns_where_mergekit_is_silent(load, problems, text):
     assert list(loaded.warnings) == [f"{line} (ignored)" for line in strict]
 
 
+@pytest.mark.parametrize(
+    ("changed", "which"),
+    [
+        ({"weight: 0.5": "weight: 0.5, zzz: 1"}, "this"),
+        ({"weight: 0.5": "weight: 0.5, zzz: 1, yyy: 2"}, "these"),
+        ({"weight: 0.5": "weight: x, zzz: 1"}, "1 of these"),
+    ],
+)
+def test_the_hint_names_lenient_once_where_it_helps(load, changed, which):
+    text = HEAD
+    for old, new in changed.items():
+        text = text.replace(old, new)
+    with pytest.raises(ConfigError) as error:
+        load(text, lenient=False)
+    hint = f"mergekit ignores {which}: `lenient=True` warns instead of refusing"
+    assert error.value.hint == hint
+    for lenient in (None, True):  # unavailable, or given already
+        with pytest.raises(ConfigError) as error:
+            load(text.replace("weight: ", "weight: x"), lenient=lenient)
+        assert error.value.hint is None
+
+
 def test_lenient_takes_the_ineffective_out(load):
     loaded = load(HEAD.replace("weight: 0.5", "weight: 0.5, zzz: 1"), lenient=True)
     assert dict(loaded.config.parameters) == {"weight": 0.5}

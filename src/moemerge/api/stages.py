@@ -95,9 +95,12 @@ def _write_placeholder(loaded: LoadedConfig, out: Path, settings: MergeSettings)
 
 
 def check_config(
-    document: Document, *, lenient: bool = False, coefficients: bool = True
+    document: Document, *, lenient: bool | None = None, coefficients: bool = True
 ) -> LoadedConfig:
-    """Check a config that has been read, for all methods and wrappers."""
+    """Check a config that has been read, for all methods and wrappers.
+
+    `lenient` is None if the caller does not have this setting.
+    """
     return check_document(
         replace(document, lenient=lenient),
         schemas=method_schemas(),

@@ -55,14 +55,20 @@ class Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except MoeMergeError as error:
-            # Config errors already name config keys or flags.
-            text = str(error) if isinstance(error, ConfigError) else in_flags(str(error))
+            text = _worded(error)
             spoken_of = ranks.leads() or isinstance(error, ranks.LostRankError)
             show_error(text if spoken_of else f"rank {ranks.rank()}: {text}")
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             show_error(NOTHING_LEFT)
             raise typer.Exit(INTERRUPTED) from None
+
+
+def _worded(error: MoeMergeError) -> str:
+    """Return the message with flags; problems of a config already name its keys."""
+    if not isinstance(error, ConfigError):
+        return in_flags(str(error))
+    return error.message if error.hint is None else f"{error.message}\n  {in_flags(error.hint)}"
 
 
 def _version(ctx: typer.Context, value: bool) -> None:

@@ -94,14 +94,15 @@ class Dumper(yaml.SafeDumper):
 class Document:
     """The content of a YAML text, and the line of each key or list entry.
 
-    With `lenient`, keys that mergekit ignores are warned of. `where` names the text in messages.
+    With `lenient`, keys that mergekit ignores are warned of; None if the caller does not have this
+    setting. `where` names the text in messages.
     """
 
     where: str = "config"
     data: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
-    lenient: bool = False
+    lenient: bool | None = None
 
     def line(self, path: Path) -> int | None:
         """Return the line of `path`, or of its nearest existing parent."""
@@ -121,8 +122,17 @@ class Document:
         ordered = sorted(unique, key=lambda f: self.line(f.path) or 0)
         wrong = [f for f in ordered if not (self.lenient and f.ignorable)]
         if wrong:
-            raise ConfigError.from_problems(self.where, [self._text(f) for f in wrong])
+            texts = [self._text(f) for f in wrong]
+            raise ConfigError.from_problems(self.where, texts, hint=self._way_out(wrong))
         return tuple(f"{self._text(f)} (ignored)" for f in ordered)
+
+    def _way_out(self, wrong: Sequence[Fault]) -> str | None:
+        """Return a hint at `lenient`, if it is available and allows some of the faults."""
+        count = sum(fault.ignorable for fault in wrong)
+        if self.lenient is not False or not count:
+            return None
+        which = f"{count} of these" if count < len(wrong) else "this" if count == 1 else "these"
+        return f"mergekit ignores {which}: `lenient=True` warns instead of refusing"
 
     def _text(self, fault: Fault) -> str:
         parts = (self.place(fault.path), path_text(fault.path), fault.message)
