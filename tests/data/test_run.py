@@ -23,8 +23,11 @@ from processes import python
 
 
 @pytest.fixture(scope="module")
-def folder():
-    return bundled_set().models["math"]
+def folder(tmp_path_factory):
+    """A model without a chat template, whose rows are plain text."""
+    out = tmp_path_factory.mktemp("models") / "math"
+    ignored = shutil.ignore_patterns("chat_template.jinja")
+    return shutil.copytree(bundled_set().models["math"], out, ignore=ignored)
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +110,8 @@ def test_a_right_answer_that_was_cut_is_no_right_one(folder, asked, tmp_path):
     assert {r["prompt"] + r["response"] for r in right} <= {row["text"] for row in rows_of(out)}
 
 
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-
-
-def test_with_a_chat_template_rows_are_conversations(folder, prompts, tmp_path):
-    model = tmp_path / "chat"
-    shutil.copytree(folder, model)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
+def test_with_a_chat_template_rows_are_conversations(prompts, tmp_path):
+    model = bundled_set().models["math"]
     for system, keys in (("", {"prompt", "response"}), ("be brief", {"messages"})):
         out = tmp_path / f"{len(keys)}.jsonl"
         values = {"keep": "all", "limit": 2, "system": system}

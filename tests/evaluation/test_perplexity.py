@@ -27,7 +27,8 @@ from moemerge.text.tokens import load_tokenizer
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     lines = (bundled_set().models["math"].parent / "data" / "math.jsonl").read_text().splitlines()
-    rows = [{**json.loads(line), "page": at // 4} for at, line in enumerate(lines[:24])]
+    texts = ("{prompt}{response}".format(**json.loads(line)) for line in lines[:24])
+    rows = [{"text": text, "page": at // 4} for at, text in enumerate(texts)]
     path = tmp_path_factory.mktemp("text") / "math.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -1,6 +1,7 @@
 """Evaluations from end to end, with the bundled specialists."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -98,10 +99,13 @@ def test_missing_data_and_missing_templates_are_refused(specialists, tmp_path):
     with pytest.raises(DataError, match=r"no such file .*nowhere\.jsonl"):
         run([specialists["math"]], ["gsm8k"], out, data={"gsm8k": ["nowhere.jsonl"]})
     rows = [{"question": "1+1=", "answer": "so\n#### 2"}]
+    bare = tmp_path / "bare"
+    ignored = shutil.ignore_patterns("chat_template.jinja")
+    shutil.copytree(specialists["math"], bare, ignore=ignored)
     with pytest.raises(DataError, match=r"(?s)task gsm8k needs a chat template.*plain=True"):
-        run([specialists["math"]], ["gsm8k"], out, data={"gsm8k": rows})
+        run([bare], ["gsm8k"], out, data={"gsm8k": rows})
     assert not out.exists()
-    report = run([specialists["math"]], ["gsm8k"], out, data={"gsm8k": rows}, plain=True)
+    report = run([bare], ["gsm8k"], out, data={"gsm8k": rows}, plain=True)
     assert "the whole set has 1319" in report.notices[0]
 
 
