@@ -1,5 +1,7 @@
 """From study files to nodes, cells and tables; and what they will take."""
 
+import gzip
+import json
 import os
 import shutil
 from pathlib import Path
@@ -249,12 +251,57 @@ def test_what_was_made_last_is_measured_first(tmp_path):
 
 
 def test_tokens_of_text_are_guessed_from_the_size_of_its_files(tmp_path):
-    for name, size in (("math", 400), ("code", 1200)):
-        (tmp_path / f"{name}.jsonl").write_bytes(b" " * size)
-    data = {name: str(tmp_path / f"{name}.jsonl") for name in ("math", "code")}
-    by_name = {node.name: node for node in costs(plan_of(data=data), tmp_path).nodes}
-    assert by_name["TIES, HARC"].tokens == (400 + 1200) // 4
-    assert by_name["TIES"].tokens is None
+    row = json.dumps({"text": "x" * 27}) + "\n"
+    assert len(row) == 40  # ten tokens
+    (tmp_path / "math.jsonl").write_text(row * 10)
+    (tmp_path / "code.jsonl.gz").write_bytes(gzip.compress((row * 30).encode()))
+    data = {"math": str(tmp_path / "math.jsonl"), "code": str(tmp_path / "code.jsonl.gz")}
+    repairs = {
+        "all": {"calibrate": {}},
+        "limit": {"calibrate": {"limit": 12}},
+        "both": {"calibrate": {"limit": 12, "max_tokens": 30}},
+        "share": {"refit": {"limit": 12}, "share": 0.5},
+        "epochs": {"tune": {"limit": 12}},
+        "shared": {"tune": {"epochs": 1}, "share": 0.5},
+        "steps": {"tune": {"steps": 3, "batch": 4}},
+    }
+    merges = {
+        **STUDY["merges"],
+        "RegMean": {"merge_method": "regmean", "collecting": {"limit": 5, "max_tokens": 45}},
+    }
+    plan = plan_of(data=data, repairs=repairs, merges=merges)
+    tokens = {node.name: node.tokens for node in costs(plan, tmp_path).nodes}
+    assert tokens["TIES"] is None
+    assert tokens["RegMean"] == 2 * 45
+    found = {name: tokens[f"TIES, {name}"] for name in repairs}
+    assert found == {
+        "all": 100 + 300,
+        "limit": 100 + 120,
+        "both": 30 + 30,
+        "share": 50 + 50,  # of the smallest text's rows, in every text
+        "epochs": 2 * 120,  # of all rows together
+        "shared": 2 * 50,
+        "steps": 3 * 4 * 10,
+    }
+
+
+def test_problems_of_local_tasks_are_counted(tmp_path):
+    rows = '{"question": "1 + 1", "answer": "2"}\n'
+    (tmp_path / "own.jsonl").write_text(rows * 7)
+    (tmp_path / "own.yml").write_text("title: t\ndomain: math\nverify: exact\ndata: own.jsonl\n")
+
+    def cell(tasks, **evaluate):
+        expected = costs(plan_of(evaluate={"tasks": tasks, "samples": 2, **evaluate}), tmp_path)
+        return expected.cells[0].completions, expected.notices
+
+    own = str(tmp_path / "own.yml")
+    assert cell([own]) == (14, ())
+    assert cell([own], limit=5) == (10, ())
+    # Local rows in place of those of a task whose number of problems is known.
+    assert cell(["gsm8k"], data={"gsm8k": str(tmp_path / "own.jsonl")}) == (14, ())
+    unknown, (notice,) = cell(["gsm8k"], data={"gsm8k": "org/problems"})
+    assert unknown is None
+    assert "unknown before they are downloaded" in notice
 
 
 def test_what_cannot_begin_is_refused(tmp_path):

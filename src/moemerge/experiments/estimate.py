@@ -1,18 +1,18 @@
 """Estimate what a study needs before it runs: disk space, tokens, and missing inputs.
 
 It uses no network. The size of a model that was never downloaded is taken from the study file
-(`size`). Token counts are upper bounds, or estimates from file sizes.
+(`size`). Token counts are upper bounds, or estimates from the rows of local files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.locate import hub_ids, is_here, is_local
@@ -25,6 +25,8 @@ from moemerge.experiments.settings import BY_VERB
 from moemerge.experiments.tree import StudyCell, StudyNode, task_files, with_parents
 from moemerge.runtime.devices import free_disk
 from moemerge.runtime.progress import counted
+from moemerge.text.rows import stream_rows
+from moemerge.tuning.settings import TuningSettings
 
 BYTES_PER_TOKEN = 4  # bytes per token of English text, roughly
 KINDS = {
@@ -121,6 +123,14 @@ class StudyEstimate:
             )
 
 
+class _Length(NamedTuple):
+    rows: int
+    tokens: int
+
+
+_Lengths = Callable[[tuple[str, ...]], _Length | None]  # of local files of text
+
+
 def shown_bytes(count: int | None) -> str:
     return "an unknown size" if count is None else format_size(count)
 
@@ -129,7 +139,7 @@ def estimate(
     plan: StudyPlan, left: Sequence[StudyCell], folder: Path, *, jobs: int, keep: bool
 ) -> StudyEstimate:
     """Estimate the cells that are `left`. Models are made in `folder`; `keep` keeps them."""
-    size = _sizes(plan)
+    size, lengths = _sizes(plan), cache(_length_of)
     needed = dict.fromkeys(plan.nodes(left))
     costs = [
         NodeCost(
@@ -137,14 +147,17 @@ def estimate(
             kind=KINDS[node.kind],
             made_of=tuple(parent.name for parent in node.parents if parent.kind != "files"),
             bytes=size(node),
-            tokens=_tokens(node),
+            tokens=_tokens(node, lengths),
             there=node not in needed or _is_there(node, folder),
         )
         for node in plan.nodes()
         if node.kind != "files"
     ]
     open_cells = {cell.name for cell in left}
-    cells = [_cell_cost(plan, cell, cell.name in open_cells) for cell in plan.cells.values()]
+    problems = {task.name: _problems(plan, task, lengths) for task in plan.tasks}
+    cells = [
+        _cell_cost(plan, cell, problems, cell.name in open_cells) for cell in plan.cells.values()
+    ]
     peak = _peak(left, size, folder, jobs=jobs, keep=keep)
     return StudyEstimate(
         title=plan.config.title,
@@ -153,7 +166,7 @@ def estimate(
         missing=tuple(_missing(plan, list(needed))),
         peak_bytes=peak,
         free_bytes=free_disk(folder),
-        notices=tuple(_notices(plan, peak)),
+        notices=tuple(_notices(problems, peak)),
     )
 
 
@@ -191,31 +204,66 @@ def _sizes(plan: StudyPlan) -> Callable[[StudyNode], int | None]:
     return size
 
 
-def _tokens(node: StudyNode) -> int | None:
+def _tokens(node: StudyNode, lengths: _Lengths) -> int | None:
     """Return the approximate number of tokens that are read or written to make a node."""
     if node.kind == "text":
         return _written(DataRecipe.model_validate(node.values["recipe"]))
     texts = [parent for parent in node.parents if not parent.is_model]
     if not texts or (node.kind == "merge" and "data" not in node.values):
         return None
-    lengths = [_length(text) for text in texts]
-    if None in lengths:
+    found = [_length(text, lengths) for text in texts]
+    known = [length for length in found if length is not None]
+    if len(known) < len(found):
         return None
-    total = sum(length for length in lengths if length is not None)
-    values = node.values.get("settings", {})
-    share = node.values.get("share") or 1.0
-    passes = values.get("epochs", 2.0) if node.kind == "tune" else 1.0
-    return int(total * share * passes)
+    values = node.values.get("collecting" if node.kind == "merge" else "settings") or {}
+    share, limit, fewest = node.values.get("share"), values.get("limit"), min(known).rows
+    if node.kind == "tune":
+        limit = limit if share is None else round(share * len(known) * fewest)
+        return _tuned(_Length(*map(sum, zip(*known, strict=True))), values, limit)
+    # A share of the rows is that share of the smallest text's, of every text.
+    limit = limit if share is None else round(share * fewest)
+    tokens = [_first(length, limit) for length in known]
+    return sum(min(count, values.get("max_tokens") or count) for count in tokens)
 
 
-def _length(text: StudyNode) -> int | None:
-    """Return the tokens of a text: estimated from its files, or its recipe's upper bound."""
-    if text.kind == "text" and not os.path.exists(text.values["file"]):
-        return _written(DataRecipe.model_validate(text.values["recipe"]))
-    files = [text.values["file"]] if text.kind == "text" else text.values["files"]
-    if not all(os.path.exists(file) for file in files):
+def _first(length: _Length, limit: int | None) -> int:
+    """Return the tokens of at most `limit` rows of a text."""
+    if limit is None or limit >= length.rows:
+        return length.tokens
+    return length.tokens * limit // length.rows
+
+
+def _tuned(length: _Length, values: Mapping[str, Any], limit: int | None) -> int:
+    """Return the tokens of a tuning: of its epochs, or of the rows of its steps."""
+    settings = TuningSettings.model_validate(values).resolved()
+    tokens, rows = _first(length, limit), min(length.rows, limit or length.rows)
+    if settings.steps is None:
+        return int(tokens * settings.epochs)
+    return tokens * settings.steps * settings.batch // max(1, rows)
+
+
+def _length(text: StudyNode, lengths: _Lengths) -> _Length | None:
+    """Return the length of a text: of its files, or its recipe's upper bound."""
+    if text.kind != "text":
+        return lengths(tuple(text.values["files"]))
+    if os.path.exists(text.values["file"]):
+        return lengths((text.values["file"],))
+    recipe = DataRecipe.model_validate(text.values["recipe"])
+    tokens = _written(recipe)
+    return None if tokens is None else _Length(tokens // recipe.max_new_tokens, tokens)
+
+
+def _length_of(files: tuple[str, ...]) -> _Length | None:
+    """Return the rows of files and their tokens, roughly; None if they are not all here."""
+    if not files or not all(os.path.isfile(file) for file in files):
         return None
-    return sum(os.path.getsize(file) for file in files) // BYTES_PER_TOKEN
+    rows = size = 0
+    # Errors are reported when it is used.
+    with contextlib.suppress(MoeMergeError):
+        for row in stream_rows(files):
+            rows, size = rows + 1, size + row.size
+        return _Length(rows, size // BYTES_PER_TOKEN)
+    return None
 
 
 def _written(recipe: DataRecipe) -> int | None:
@@ -225,13 +273,15 @@ def _written(recipe: DataRecipe) -> int | None:
     return recipe.limit * recipe.samples * recipe.max_new_tokens
 
 
-def _cell_cost(plan: StudyPlan, cell: StudyCell, is_open: bool) -> CellCost:
+def _cell_cost(
+    plan: StudyPlan, cell: StudyCell, problems_of: Mapping[str, int | None], is_open: bool
+) -> CellCost:
     completions = tokens = 0
     known = True
     for task in plan.tasks:
         if task.settings.domain not in cell.domains:
             continue
-        problems = _problems(plan, task)
+        problems = problems_of[task.name]
         if problems is None:
             known = False
             continue
@@ -248,11 +298,12 @@ def _cell_cost(plan: StudyPlan, cell: StudyCell, is_open: bool) -> CellCost:
     )
 
 
-def _problems(plan: StudyPlan, task: BenchmarkTask) -> int | None:
-    limit, expected = plan.config.evaluate.limit, task.settings.problems
-    if expected is None:
-        return limit
-    return expected if limit is None else min(limit, expected)
+def _problems(plan: StudyPlan, task: BenchmarkTask, lengths: _Lengths) -> int | None:
+    """Return the problems of a task that are used: at most `limit` of its rows."""
+    limit, length = plan.config.evaluate.limit, lengths(tuple(task_files(task, plan.config)))
+    own = None if task.name in plan.config.evaluate.data else task.settings.problems
+    known = own if length is None else length.rows
+    return min((count for count in (known, limit) if count is not None), default=None)
 
 
 def _missing(plan: StudyPlan, nodes: Sequence[StudyNode]) -> Iterator[MissingInput]:
@@ -318,8 +369,8 @@ def _made(cell: StudyCell) -> list[StudyNode]:
     return [n for n in with_parents(cell.nodes) if n.is_model and not n.is_given]
 
 
-def _notices(plan: StudyPlan, peak: int | None) -> Iterator[str]:
+def _notices(problems: Mapping[str, int | None], peak: int | None) -> Iterator[str]:
     if peak is None:
         yield "the size of some models is unknown: state it with `size:` in the study"
-    if any(_problems(plan, task) is None for task in plan.tasks):
+    if None in problems.values():
         yield "the number of problems of some tasks is unknown before they are downloaded"
