@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import moemerge
 import zoo
 from calibration import cases
-from moemerge.cli.routing_table import calibrate_report
+from moemerge.cli.repair_tables import calibrate_report
 from moemerge.diagnosis.page import loss_notices
 
 

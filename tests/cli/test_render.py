@@ -25,7 +25,9 @@ from moemerge.cli import console
 from moemerge.cli.app import app
 from moemerge.cli.console import interruptible, remaining_work, substitute
 from moemerge.cli.render import NumberTable, merge_report
-from moemerge.cli.routing_table import calibrate_report, diagnosis_report
+from moemerge.cli.repair_tables import calibrate_report
+from moemerge.cli.routing_table import diagnosis_report
+from moemerge.config.schema import REPAIRS
 from moemerge.report.words import Quantity
 from moemerge.routing.figures import FIGURES
 from moemerge.runtime.journals import journal_path
@@ -168,6 +170,23 @@ def test_a_diagnosis_shows_every_figure(case):
             main = [figure for figure in main if figure.quantity is not Quantity.DATA]
             assert len(main) > 8
             assert {figure.text(row.figures) for figure in main} <= set(long)
+
+
+def test_run_prints_every_repair(config, case, tmp_path):
+    content = json.loads(config.read_text())
+    blocks = {repair.key: {"dtype": "float32", "limit": 12} for repair in REPAIRS}
+    blocks["distill"] |= {"steps": 1}
+    content |= {"data": content.pop("calibration")["data"], **blocks}
+    (tmp_path / "all.yml").write_text(json.dumps(content))
+    words = ["run", f"{tmp_path}/all.yml", f"{tmp_path}/out", "-v", "--json", f"{tmp_path}/r.json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert {repair.key for repair in REPAIRS} <= json.loads(
+        (tmp_path / "r.json").read_text()
+    ).keys()
+    # Each table ends with the folder, as that of the merge does.
+    assert result.stdout.count("\nfolder ") == 1 + len(REPAIRS)
+    assert "6 of 8 experts kept" in result.stdout
 
 
 def test_terminals_without_our_characters(report, config, tmp_path):

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 import moemerge
 import zoo
 from calibration import cases
-from moemerge.cli.routing_table import calibrate_report, diagnosis_report
+from moemerge.cli.repair_tables import calibrate_report
+from moemerge.cli.routing_table import diagnosis_report
 from moemerge.diagnosis.run import has_memorised
 from moemerge.features.losses import MeanLoss
 from moemerge.text.domains import load_domain

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 import moemerge
-from moemerge.cli.routing_table import refit_report
+from moemerge.cli.repair_tables import refit_report
 from moemerge.refitting.report import few_tokens
 from moemerge.report.words import Quantity
 from moemerge.runtime.progress import Silent

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rich.console import Group
-from rich.table import Table
-
 from moemerge import api
 from moemerge.cli.console import interruptible, remaining_work
 from moemerge.cli.flags import ModelArgument, Out, Reporting, Texts, given, verb
 from moemerge.cli.render import Samples, repair_table, show_samples
 from moemerge.config.settings import OutputSettings
 from moemerge.pruning.settings import PruneSettings
-
-if TYPE_CHECKING:
-    from moemerge.pruning.run import PruneReport
 
 EXAMPLES = """
   moemerge prune org/base pruned/ --keep 0.75 --data text=general.jsonl
@@ -44,24 +36,8 @@ def prune(
         report = api.prune(
             model, out_folder, data=data, settings=settings, progress=bar, **given(output)
         )
-    tables = [_table(report.pruning)]
+    tables = [repair_table(report.pruning, verbose=reporting.verbose)]
     if report.repair is not None:
-        tables.append(repair_table(report.repair, verbose=reporting.verbose))
-    reporting.show(report.to_json(), Group(*tables), page=output.report)
+        tables += ["", repair_table(report.repair, verbose=reporting.verbose)]
+    reporting.show(report.to_json(), *tables, page=output.report)
     show_samples(sample, out_folder, {"MODEL": model}, settings.device, reporting)
-
-
-def _table(report: PruneReport) -> Table:
-    """Return the kept experts of each layer, and what the others had contributed."""
-    rows = Table(
-        title=f"{report.experts_after} of {report.experts_before} experts kept, by "
-        f"{report.settings['score']} on {sum(report.tokens.values())} tokens",
-        title_justify="left",
-    )
-    rows.add_column("layer", justify="right")
-    rows.add_column("gate weight removed", justify="right")
-    rows.add_column("removed experts")
-    for layer, kept in report.kept.items():
-        removed = [str(e) for e in range(report.experts_before) if e not in set(kept)]
-        rows.add_row(layer, f"{report.removed[layer]:.1%}", " ".join(removed))
-    return rows

@@ -314,9 +314,9 @@ def families_table(families: list[dict[str, Any]]) -> RenderableType:
 
 def repair_table(report: RepairReport, *, verbose: bool) -> Any:
     """Return the report of a repair as a table."""
-    from moemerge.cli import routing_table
+    from moemerge.cli import repair_tables
 
-    return getattr(routing_table, f"{report.repair.verb}_report")(report, verbose=verbose)
+    return getattr(repair_tables, f"{report.repair.verb}_report")(report, verbose=verbose)
 
 
 BUILT_IN = ["The capital of France is", "2 + 2 ="]  # with -v and without --sample

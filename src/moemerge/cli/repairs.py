@@ -24,7 +24,7 @@ from moemerge.config.repairs import Repair, RepairSettings
 from moemerge.config.schema import REPAIRS
 from moemerge.config.settings import OutputSettings
 
-# Description and examples of each command. `routing_table` has a function VERB_report for each.
+# Description and examples of each command. `repair_tables` has a function VERB_report for each.
 COMMANDS = {
     "calibrate": (
         "Solve for the routers of MERGED so that they agree with its sources' routing.",
