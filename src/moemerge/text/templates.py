@@ -1,8 +1,8 @@
 """Render chat templates of checkpoints, which are untrusted programs, in a sandbox with limits.
 
 Jinja's sandbox keeps them from the interpreter, but not from endless loops or huge results. Here
-every loop step and call is counted, and the size of every large result is checked before it is
-made. A template sees the same variables as in transformers.
+every loop step and call is counted, and the size of every value is checked when it is made and when
+it is printed, by `text.template_sizes`. A template sees the same variables as in transformers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,19 @@ from jinja2.visitor import NodeTransformer
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, TokenizerError, library_errors
+from moemerge.text.template_sizes import (
+    MOST_CHARACTERS,
+    MOST_WIDTH,
+    bound,
+    check_filter,
+    check_format,
+    check_method,
+    check_operation,
+    size_of,
+)
 
 MOST_SECONDS: Final = 5.0  # processor time for one row: the machine may be busy
-MOST_CHARACTERS: Final = 2**25  # of one string, and of the whole output
-MOST_ITEMS: Final = 10**6  # length of a list that a template makes
-MOST_WIDTH: Final = 10**4  # width of padding and indents
-_WIDE: Final = ("center", "ljust", "rjust", "zfill", "expandtabs")
+MOST_MADE: Final = 2**29  # characters of all texts that a template makes of one row
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -58,7 +65,7 @@ def render_turns(
         pieces = template.generate(
             **{**names, **values, "add_generation_prompt": add_generation_prompt}
         )
-        text = "".join(environment.weighed(pieces))
+        text = environment.joined(pieces)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -92,15 +99,17 @@ class _Limited(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
+            finalize=_print,
         )
         self.filters = {name: _limited(self, f) for name, f in self.filters.items()}
-        self.filters["tojson"] = _to_json
+        self.filters["tojson"] = functools.partial(_to_json, self)
         del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _refuse, "strftime_now": _now, "ticking": self.ticking}
+        self.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         self.begin()
 
     def begin(self) -> None:
         self._end = time.thread_time() + MOST_SECONDS
+        self._made = 0
 
     def tick(self) -> None:
         if time.thread_time() > self._end:
@@ -112,13 +121,27 @@ class _Limited(ImmutableSandboxedEnvironment):
             self.tick()
             yield value
 
-    def weighed(self, pieces: Iterable[str]) -> Iterator[str]:
-        size = 0
+    def literal(self, value: Any) -> Any:
+        """Return a list, tuple or dict of the template, whose size `call` checks."""
+        return value
+
+    def weighed(self, value: Any) -> Any:
+        """Return a value that was made or is printed, and count its characters."""
+        self.tick()
+        size = size_of(value)
+        self._made += size if isinstance(value, str) else 0
+        bound(self._made, MOST_MADE)
+        return value
+
+    def joined(self, pieces: Iterable[str]) -> str:
+        """Return the text of pieces, within the limits."""
+        kept, size = [], 0
         for piece in pieces:
             self.tick()
             size += len(piece)
-            _bound(size, MOST_CHARACTERS)
-            yield piece
+            bound(size, MOST_CHARACTERS)
+            kept.append(piece)
+        return "".join(kept)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Watched().visit(super()._parse(source, name, filename))
@@ -126,39 +149,52 @@ class _Limited(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         self.tick()
-        if operator == "**":
-            _bound(max(abs(left), abs(right)), MOST_WIDTH)
-        elif operator == "*" and (hasattr(left, "__len__") or hasattr(right, "__len__")):
-            text, count = (left, right) if hasattr(left, "__len__") else (right, left)
-            _bound(len(text) * int(count), MOST_ITEMS)
-        elif operator == "+" and isinstance(left, str) and isinstance(right, str):
-            _bound(len(left) + len(right), MOST_CHARACTERS)
-        elif operator == "%" and isinstance(left, str):
-            _check_format(left)
-        return super().call_binop(context, operator, left, right)
+        check_operation(operator, left, right)
+        return self.weighed(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
-        if wrapped is not None:
-            _check_format(str(value.__self__))
-        return wrapped
+        if wrapped is None:
+            return None
+
+        @functools.wraps(wrapped)
+        def call(*args: Any, **kwargs: Any) -> str:
+            check_format(str(value.__self__), "{", [*args, kwargs])
+            return wrapped(*args, **kwargs)
+
+        return call
 
     def call(self, context: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         self.tick()
-        _weigh_call(call, args)
-        return super().call(context, call, *args, **kwargs)
+        if getattr(call, "__name__", "") == "join" and args:
+            args = (list(args[0]), *args[1:])  # an iterator could be read only once
+        check_method(call, args)
+        return self.weighed(super().call(context, call, *args, **kwargs))
 
 
 class _Watched(NodeTransformer):
-    """Counts loop steps, and compiles `~` as `+` of texts, which is intercepted."""
+    """Let the environment count and weigh what Jinja does by itself.
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+    These are loop steps, lists, dicts and plain text; `~` becomes `+` of texts.
+    """
+
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         self.generic_visit(node)
-        line = node.lineno
-        node.iter = nodes.Call(
-            nodes.Name("ticking", "load", lineno=line), [node.iter], [], None, None, lineno=line
-        )
+        node.iter = _of_environment("ticking", node.iter)
         return node
+
+    def visit_List(self, node: Any) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _of_environment("literal", node)
+
+    visit_Dict = visit_List  # noqa: N815
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _of_environment("literal", node) if node.ctx == "load" else node
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:  # noqa: N802
+        return nodes.Const(node.data, lineno=node.lineno)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -169,61 +205,35 @@ class _Watched(NodeTransformer):
         return functools.reduce(lambda left, right: nodes.Add(left, right, lineno=line), texts)
 
 
+def _of_environment(name: str, argument: Any) -> nodes.Call:
+    """Return a call of the environment's method: the template cannot define another of its name."""
+    line = argument.lineno
+    method = nodes.EnvironmentAttribute(name, lineno=line)
+    return nodes.Call(method, [argument], [], None, None, lineno=line)
+
+
+@jinja2.pass_context  # so that Jinja computes no constants in advance
+def _print(context: Any, value: Any) -> Any:
+    return context.environment.weighed(value)
+
+
 def _limited(environment: _Limited, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter that refuses large numbers and large results."""
+    first = int(hasattr(function, "jinja_pass_arg"))  # the place of the filtered value
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         environment.tick()
-        for value in (*args[1:], *kwargs.values()):
-            if isinstance(value, int):
-                _bound(abs(value), MOST_WIDTH)
-        texts = [value for value in args if isinstance(value, str)]
-        if function.__name__ == "do_replace" and len(texts) == 3:
-            _weigh_replacement(*texts)
-        if function.__name__ == "do_format" and texts:
-            _check_format(texts[0])
-        if function.__name__ in ("sync_do_join", "do_join"):
-            context, values, *rest = args
-            args = (context, list(values), *rest)
-            _bound(sum(len(str(value)) for value in args[1]), MOST_CHARACTERS)
-        return function(*args, **kwargs)
+        if function.__name__ == "do_join":
+            args = (*args[:first], list(args[first]), *args[first + 1 :])
+        check_filter(function.__name__, args[first:], kwargs)
+        return environment.weighed(function(*args, **kwargs))
 
     return call
 
 
-def _weigh_call(call: Any, args: Sequence[Any]) -> None:
-    """Check the size of a string method's result."""
-    text, name = getattr(call, "__self__", None), getattr(call, "__name__", "")
-    if not isinstance(text, str):
-        return
-    if name in _WIDE:
-        _bound(max((value for value in args if isinstance(value, int)), default=0), MOST_WIDTH)
-    elif name == "replace" and len(args) >= 2:
-        _weigh_replacement(text, str(args[0]), str(args[1]))
-    elif name == "join" and args:
-        pieces = [len(str(piece)) + len(text) for piece in args[0]]
-        _bound(sum(pieces), MOST_CHARACTERS)
-
-
-def _weigh_replacement(text: str, old: str, new: str) -> None:
-    _bound(len(text) + text.count(old) * len(new), MOST_CHARACTERS)
-
-
-def _check_format(text: str) -> None:
-    """Refuse long numbers in a format string, which may be widths."""
-    digits = 0
-    for character in text:
-        digits = digits + 1 if character.isdigit() else 0
-        _bound(digits, len(str(MOST_WIDTH)))
-
-
-def _bound(size: int, most: int) -> None:
-    if size > most:
-        raise SecurityError("it makes something too large")
-
-
 def _to_json(
+    environment: _Limited,
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
@@ -231,17 +241,18 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Unlike jinja's own filter, without HTML escapes."""
-    _bound(indent or 0, MOST_WIDTH)
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+    bound(indent or 0, MOST_WIDTH)
+    size_of(value)
+    bound(size_of(separators), MOST_WIDTH)
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    text: str = environment.weighed(environment.joined(encoder.iterencode(value)))
+    return text
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: Any) -> None:
+    size_of(message)
     raise TemplateError(message)
 
 
