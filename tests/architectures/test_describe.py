@@ -129,6 +129,8 @@ def test_quantised_models(zoo_folder, tmp_path, kind, words):
         ("model.layers.0.mlp.experts.gate_up_proj_blocks", Dtype.UINT8, "MXFP4"),
         ("model.layers.0.mlp.up_proj.weight_scale_inv", Dtype.FLOAT32, "block-scaled"),
         ("model.layers.0.mlp.up_proj.weight", Dtype.FLOAT8_E4M3FN, "float8_e4m3fn"),
+        ("model.layers.0.mlp.up_proj.weight", Dtype.FLOAT4_E2M1FN_X2, "float4_e2m1fn_x2"),
+        ("model.layers.0.mlp.up_proj.scale", Dtype.FLOAT8_E8M0FNU, "float8_e8m0fnu"),
         ("model.layers.0.mlp.up_proj.qweight", Dtype.INT32, "GPTQ"),
         ("model.layers.0.mlp.up_proj.weight_packed", Dtype.INT32, "packed"),
     ],

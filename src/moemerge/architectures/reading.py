@@ -146,7 +146,7 @@ class NameReader:
         return Role.SHARED_EXPERT if name.startswith(family.shared) else None
 
 
-_FLOAT8 = {dtype for dtype in Dtype if str(dtype).startswith(("float8_e4m3", "float8_e5m2"))}
+_CODES = {dtype for dtype in Dtype if str(dtype).startswith(("float8", "float4"))}
 _QUANTISED_ENDS = {
     "_blocks": "MXFP4 blocks",
     "weight_scale_inv": "block-scaled weights",
@@ -188,7 +188,7 @@ def find_quantised(
             return f"quantization_config: {_describe_method(section)}"
     ends = tuple(_QUANTISED_ENDS)
     for name, header in tensors.items():
-        if header.dtype in _FLOAT8:
+        if header.dtype in _CODES:
             return f"{header.dtype} tensors ({name})"
         if name.endswith(ends):
             end = next(end for end in _QUANTISED_ENDS if name.endswith(end))
