@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -48,6 +50,29 @@ def test_in_one_process_nothing_happens():
     assert (alone.gather(3), alone.call_on_lead(lambda: 4)) == ([3], 4)
     assert (alone.sum_of(0.5, cpu), alone.totals([1, 2], cpu)) == (0.5, [1, 2])
     assert (ranks.neighbours(), ranks.sharing(values.device)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("WORLD_SIZE", "two", "1 or more"),
+        ("WORLD_SIZE", "0", "1 or more"),
+        ("WORLD_SIZE", "", "1 or more"),
+        ("RANK", "-1", "0 to 1"),
+        ("RANK", "2", "0 to 1"),  # it would wait for a rank 0 that never comes
+        ("LOCAL_WORLD_SIZE", "٣", "0 or more"),
+    ],
+)
+def test_variables_that_torchrun_would_not_set_are_refused(monkeypatch, name, text, expected):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(name, text)
+    with pytest.raises(UsageError, match=f"{name} is '{text}', expected {expected}"):
+        (ranks.rank(), ranks.neighbours())
+    ended = subprocess.run(
+        [sys.executable, "-m", "moemerge", "inspect", "nowhere"], capture_output=True, text=True
+    )
+    assert ended.returncode in (2, 3)
+    assert ended.stderr.startswith("error: ")
 
 
 def test_memory_and_cores_are_shared_out(monkeypatch):

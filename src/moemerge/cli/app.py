@@ -52,12 +52,14 @@ class Verbs(TyperGroup):
         return without_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
+        own = 0
         try:
+            own = ranks.rank()
             return super().invoke(ctx)
         except MoeMergeError as error:
             text = _worded(error)
-            spoken_of = ranks.leads() or isinstance(error, ranks.LostRankError)
-            show_error(text if spoken_of else f"rank {ranks.rank()}: {text}")
+            spoken_of = own == 0 or isinstance(error, ranks.LostRankError)
+            show_error(text if spoken_of else f"rank {own}: {text}")
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             show_error(NOTHING_LEFT)

@@ -40,12 +40,26 @@ MEETING_LIMIT: Final = timedelta(minutes=5)
 
 def asked_for() -> int:
     """Return the number of processes that torchrun started for this job."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1, least=1)
 
 
 def rank() -> int:
     """Return the rank that torchrun gave to this process."""
-    return int(os.environ.get("RANK", "0")) if asked_for() > 1 else 0
+    count = asked_for()
+    return _number("RANK", 0, most=count - 1) if count > 1 else 0
+
+
+def _number(name: str, default: int, *, least: int = 0, most: int | None = None) -> int:
+    """Return the whole number in one of torchrun's variables."""
+    text = os.environ.get(name, str(default))
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+    if number < least or (most is not None and number > most):
+        expected = f"{least} or more" if most is None else f"{least} to {most}"
+        raise UsageError(
+            f"the environment variable {name} is {text!r}, expected {expected}",
+            hint="torchrun sets it; without torchrun, unset WORLD_SIZE, RANK and LOCAL_RANK",
+        )
+    return number
 
 
 def leads() -> bool:
@@ -62,7 +76,7 @@ def own_device(device: torch.device) -> torch.device:
 
 def _local(name: str, default: int) -> int:
     """Return torchrun's value for the processes on this machine."""
-    return int(os.environ.get(f"LOCAL_{name}", default))
+    return _number(f"LOCAL_{name}", default)
 
 
 def neighbours() -> int:
