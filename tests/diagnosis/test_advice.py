@@ -55,11 +55,14 @@ def changed(total, **values):
     return replace(total, model=model, figures={**total.figures, **values})
 
 
+MUCH = 0.6  # a routing KL at which calibration is recommended
+
+
 def advice(rows, **values):
     swaps, routed = values.pop("swaps", ()), values.pop("routed", ())
-    calibration = values.pop("calibration", None)
-    calibrations = {} if calibration is None else {"model": calibration}
-    found = Measurements(rows, [total(rows, **values)], swaps, calibrations, routed=routed)
+    repairs = [values.pop(name, None) for name in ("calibration", "refit")]
+    repairs = [{} if one is None else {"model": one} for one in repairs]
+    found = Measurements(rows, [total(rows, **values)], swaps, *repairs, routed=routed)
     return "\n".join(advise(found))
 
 
@@ -74,23 +77,26 @@ def test_a_run_of_layers_is_found_where_the_sum_is():
 
 
 def test_layers_to_calibrate_are_named():
-    late = [row(n, 0.05 if n < 12 else 0.5) for n in range(16)]
+    late = [row(n, 0.05 if n < 12 else 0.5, kl=MUCH) for n in range(16)]
     assert "concentrated in layers 12-15: calibrate with --layers last:4" in advice(late)
-    early = [row(n, 0.5 if n < 2 else 0.05) for n in range(8)]
+    early = [row(n, 0.5 if n < 2 else 0.05, kl=MUCH) for n in range(8)]
     assert "concentrated in layers 0-1: calibrate with --layers 0-1" in advice(early)
-    spread = [row(n, 0.3) for n in range(8)]
-    assert "spread over the layers: calibrate all" in advice(spread)
+    spread = [row(n, 0.3, kl=MUCH) for n in range(8)]
+    text = advice(spread)
+    assert text.startswith("Calibrate the routers (moemerge calibrate).")
+    assert "--layers" not in text  # all layers are the default
 
 
 def test_what_is_calibrated_already_is_not_advised_again():
-    late = [row(n, 0.05 if n < 12 else 0.5) for n in range(16)]
+    late = [row(n, 0.05 if n < 12 else 0.5, kl=MUCH) for n in range(16)]
     done = {"layers": [{"layer": n} for n in range(16)], "settings": {}}
     assert "which are calibrated already" in advice(late, calibration=done)
-    spread = [row(n, 0.3) for n in range(8)]
+    spread = [row(n, 0.3, kl=MUCH) for n in range(8)]
     text = advice(spread, calibration=done)
     assert "The routers themselves still disagree" in text
-    assert (
-        "calibrated already; more or other calibration text, --targets source-features or" in text
+    assert text.startswith(
+        "The routers are calibrated already; more or other calibration text, --targets "
+        "source-features or"
     )
     done["settings"] = {"targets": "source-features", "objective": "exact"}
     assert "--" not in advice(spread, calibration=done).replace("--swaps", "")
@@ -98,30 +104,31 @@ def test_what_is_calibrated_already_is_not_advised_again():
 
 def test_layers_that_were_not_measured_are_not_meant():
     routed = range(16)
-    early = [row(n, 0.1 if n < 2 else 0.5) for n in range(4)]
+    early = [row(n, 0.1 if n < 2 else 0.5, kl=MUCH) for n in range(4)]
     assert "concentrated in layers 2-3: calibrate with --layers 2-3." in advice(
         early, routed=routed
     )
-    spread = [row(n, 0.3) for n in range(14, 16)]
+    spread = [row(n, 0.3, kl=MUCH) for n in range(14, 16)]
     assert "layers measured: calibrate them all (--layers last:2)" in advice(spread, routed=routed)
-    apart = [row(n, 0.05 if n < 9 else 0.5) for n in (0, 4, 9, 15)]
+    apart = [row(n, 0.05 if n < 9 else 0.5, kl=MUCH) for n in (0, 4, 9, 15)]
     assert "layers 9,15: calibrate with --layers 9,15." in advice(apart, routed=routed)
     # A range may pass over layers without a router.
     assert "layers 9-12: calibrate with --layers 9-12." in advice(
-        [row(n, 0.5 if 4 < n < 14 else 0.05) for n in (0, 3, 9, 12, 15)], routed=(0, 3, 9, 12, 15)
+        [row(n, 0.5 if 4 < n < 14 else 0.05, kl=MUCH) for n in (0, 3, 9, 12, 15)],
+        routed=(0, 3, 9, 12, 15),
     )
 
 
 def test_routers_and_features_are_told_apart():
-    routers = [row(n, 0.3, mismatch_on_features=0.28) for n in range(4)]
+    routers = [row(n, 0.3, kl=MUCH, mismatch_on_features=0.28) for n in range(4)]
     assert "The routers themselves disagree (28.0% mismatch on the same features" in advice(routers)
-    features = [row(n, 0.3, mismatch_on_features=0.01, drift=0.4) for n in range(4)]
+    features = [row(n, 0.3, kl=MUCH, mismatch_on_features=0.01, drift=0.4) for n in range(4)]
     text = advice(features)
     assert "agree on the same features, but the features drifted by 40.0%" in text
-    assert "--targets source-features" in text
+    assert "calibrate with --targets source-features" in text
     done = {"layers": [], "settings": {"targets": "source-features"}}
-    assert "try another merge method" in advice(features, calibration=done)
-    both = [row(n, 0.3, mismatch_on_features=0.15) for n in range(4)]
+    assert "the weights are at fault more than the routers" in advice(features, calibration=done)
+    both = [row(n, 0.3, kl=MUCH, mismatch_on_features=0.15) for n in range(4)]
     assert "share the blame" in advice(both)
 
 
@@ -150,31 +157,72 @@ def test_swaps_say_how_much_is_routing():
     assert "nats" not in advice(rows, swaps=swapped(2.1, merged=1.801))
 
 
+REFIT = "Refit the weights (moemerge refit --solver gradient)."
+
+
 def test_measured_merges_tell_what_to_expect():
     little = advice([row(n, 0.3, kl=0.1) for n in range(8)])
+    assert little.startswith(REFIT)
     assert "such a routing KL (0.100), calibration closed 4% (-2% to 11%)" in little
     assert "on natural text both closed less" in little
-    assert "Prefer moemerge refit --solver gradient." in little
     much = advice([row(n, 0.3, kl=0.6) for n in range(8)])
+    assert much.startswith("Calibrate the routers")
     assert "calibration closed 55% (39% to 78%)" in much
-    assert "Prefer" not in much
+    assert "moemerge refit" not in much
+
+
+@pytest.mark.parametrize("drift", [{}, {"mismatch_on_features": 0.01}])
+def test_how_to_calibrate_is_stated_only_if_it_is_recommended(drift):
+    figures = {"kl": 0.1, "shift_small": 0.1, "kl_on_features": 0.2, "quadratic": 0.4, **drift}
+    late = [row(n, 0.05 if n < 12 else 0.5, **figures) for n in range(16)]
+    text = advice(late)
+    assert text.startswith(REFIT)
+    assert "concentrated in layers 12-15." in text
+    flags = ("--layers", "--targets", "--objective")
+    assert not any(words in text.lower() for words in ("calibrate", *flags))
+    text = advice([replace(one, figures={**one.figures, "kl": MUCH}) for one in late])
+    assert "calibrate with --layers last:4" in text
+    assert "--objective exact" in text
+
+
+def test_a_refitted_merge_is_not_advised_the_same_again():
+    rows = [row(n, 0.3, kl=0.1) for n in range(8)]
+    text = advice(rows, refit={"settings": {"solver": "closed-form"}})
+    assert text.startswith("The weights are refitted already; moemerge refit --solver gradient or")
+    assert "In merges" not in text  # those were not repaired
+    text = advice(rows, refit={"settings": {"solver": "gradient"}})
+    assert text.startswith("The weights are refitted already; more text or moemerge distill")
+    assert "--solver" not in text
+
+
+def test_nothing_is_recommended_if_nothing_is_lost():
+    rows = [row(n, 0.3) for n in range(8)]
+    text = advice(rows, loss=1.7)
+    assert text.startswith("No repair is recommended: the model predicts this text better")
+    assert "better than its sources (-0.100 nats), so the mismatch may cost nothing." in text
+    assert "as well as its sources (+0.005 nats)" in advice(rows, loss=1.805)
+    assert "alibrat" not in text
+    assert "efit" not in text
+    # What is gained on one domain does not outweigh what is lost on another.
+    totals = [total(rows, loss=1.5), total([row(0, 0.3, domain="code")])]
+    assert advise(Measurements(rows, totals))[0] == REFIT
 
 
 def test_swaps_bound_what_is_advised():
     rows = [row(n, 0.3) for n in range(8)]
     text = advice(rows, swaps=swapped(1.996))  # 2 %
-    assert "Do not calibrate: the weights cost the loss, not the routers. Refit" in text
-    assert "calibrating brings" not in text
+    assert text.startswith(
+        f"{REFIT} Do not calibrate: the weights cost the loss, not the routers.\nOn natural text,"
+    )
     assert "--layers" not in text
     assert "--swaps" not in text
     words = verdict_of([total(rows)], swaps=swapped(1.996)).words
     assert "The routers are not the problem: the sources' own routers win back 2.0%" in words
     text = advice(rows, swaps=swapped(1.9))
-    assert "calibrating brings them closer" in text
+    assert text.startswith("Calibrate the routers")
     assert "--swaps" not in text
     assert "The routers cost loss" in verdict_of([total(rows)], swaps=swapped(1.9)).words
     assert "--swaps bounds what any repair of routers can gain" in advice(rows)
-    assert "predicts this text better than its sources (-0.100 nats)" in advice(rows, loss=1.7)
 
 
 def test_a_model_that_routes_no_better_is_recommended_for_its_loss_alone():
@@ -194,9 +242,9 @@ def test_a_model_that_routes_no_better_is_recommended_for_its_loss_alone():
 
 
 def test_the_quadratic_model_is_doubted_only_where_it_is_wrong():
-    far = [row(0, 0.3, shift_small=0.1, kl_on_features=0.2, quadratic=0.2)]
+    far = [row(0, 0.3, kl=MUCH, shift_small=0.1, kl_on_features=0.2, quadratic=0.2)]
     assert "Lemma 1" not in advice(far)
-    rough = [row(0, 0.3, shift_small=0.1, kl_on_features=0.2, quadratic=0.4)]
+    rough = [row(0, 0.3, kl=MUCH, shift_small=0.1, kl_on_features=0.2, quadratic=0.4)]
     assert "Only 10.0% of the tokens are within Lemma 1's neighbourhood" in advice(rough)
     assert "yields 2.0 times the true KL. --objective exact" in advice(rough)
 
@@ -273,15 +321,15 @@ def test_advice_is_about_the_best_of_the_models():
         [total(mine), total(theirs, loss=1.85)],
         swapped(1.9),
         {"out/calibrated": done},
-        {"out/calibrated": "calibrated"},
+        names={"out/calibrated": "calibrated"},
     )
-    first, cause, where, routers = advise(found)
+    first, repair, cause, routers = advise(found)
     assert first == (
         "Use calibrated: 10.0% mismatch instead of 30.0%, loss above the sources' "
         "+0.050 nats instead of +0.200."
     )
     assert cause.startswith("calibrated: the routers themselves still disagree (10.0%")
-    assert where.startswith("calibrated: the routers are calibrated already;")
+    assert repair.startswith("calibrated: the routers are calibrated already;")
     assert routers.startswith("With the routers of math the merged weights win back")
     unknown = [changed(t, loss=None) for t in found.totals]
     assert advise(replace(found, totals=unknown))[0].endswith("instead of 30.0%.")
@@ -292,7 +340,7 @@ def test_advice_is_about_the_best_of_the_models():
         "(loss above the sources' +0.200 nats; calibrated +0.700). Neither number decides"
     )
     assert "calibrated: " not in text
-    assert "calibrate all of them" in text
+    assert "\nCalibrate the routers (moemerge calibrate)." in text
     worse = [total(mine), total(theirs, mismatch=0.4)]
     assert "calibrated:" not in "\n".join(advise(replace(found, totals=worse)))
 

@@ -42,6 +42,7 @@ class Measurements:
     swaps: Sequence[Swap] = ()
     # Calibration reports by the names of the models that have one.
     calibrations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    refits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # likewise
     names: Mapping[str, str] = field(default_factory=dict)  # display names of models
     routed: Sequence[int] = ()  # all layers with a router, measured or not, ascending
     elsewhere: Sequence[DomainTotal] = ()  # on text of domains without a source, against the base
@@ -56,6 +57,9 @@ class _Subject:
         calibration = measured.calibrations.get(overall.model, {})
         self.settings: Mapping[str, Any] = calibration.get("settings") or {}
         self.calibrated = {row.get("layer") for row in calibration.get("layers", ())}
+        refit = measured.refits.get(overall.model)
+        self.refitted = refit is not None
+        self.solver = ((refit or {}).get("settings") or {}).get("solver")
         by_layer: dict[int, list[float]] = {}
         for row in self.rows:
             by_layer.setdefault(row.layer, []).append(row.mismatch)
@@ -64,72 +68,132 @@ class _Subject:
 
 
 def advise(measured: Measurements) -> tuple[str, ...]:
-    """Return advice, the most important first.
+    """Return the recommended repair, or that there is none, then its evidence and other findings.
 
-    It is about the recommended model. If two are recommended and the diagnosed model is one of
-    them, it is about that one.
+    The advice is about the recommended model. If two are recommended and the diagnosed model is one
+    of them, it is about that one.
     """
     models = overall_totals(measured.totals)
     elsewhere = _elsewhere(measured)
     if models[MODEL].routes_exactly:
         return (
-            *elsewhere,
             "Nothing to repair: no token is routed otherwise than by its source.",
+            *elsewhere,
         )
     best = recommended(models, measured.swaps)
     about = _Subject(measured, models[MODEL if MODEL in best else best[0]])
-    advice = []
-    if about.overall.mismatch <= INTACT:
-        advice.append("Little to repair: calibrating the routers cannot gain much here.")
-    elif not routers_matter(measured.swaps):
-        advice.append(
-            "Do not calibrate: the weights cost the loss, not the routers. Refit them (moemerge "
-            "refit --solver gradient closed 52 to 90 % of the gap of natural-text models, the "
-            "closed form 7 to 96 %) or distil from the sources (moemerge distill: 27 to 94 %)."
-        )
-    else:
-        advice += _cause(about)
-        advice += _where(about)
-        if not about.calibrated:
-            advice.append(_expected(about.overall, won_back(measured.swaps)))
-        if not measured.swaps:
-            advice.append(_unmeasured(about.overall.loss_gap))
-    advice += _experts(about.rows)
-    advice += _locality(about.overall)
-    if MODEL not in best:
+
+    def named(advice: Sequence[str]) -> list[str]:
+        if MODEL in best:
+            return [*advice]
         name = measured.names.get(best[0], best[0])
-        advice = [f"{name}: {text[0].lower()}{text[1:]}" for text in advice]
+        return [f"{name}: {text[0].lower()}{text[1:]}" for text in advice]
+
+    calibrate = _calibration_helps(about.overall, measured.swaps)
+    if about.overall.mismatch <= INTACT:
+        calibrate = False
+        repair = ["Little to repair: calibrating the routers cannot gain much here."]
+    elif _loses_nothing(about.overall):
+        calibrate = False
+        repair = [_no_loss(about.overall)]
+    elif calibrate:
+        repair = [_calibrate(about), *_cause(about), *_where(about)]
+        repair += _expected(about, measured.swaps)
+    elif not routers_matter(measured.swaps):
+        repair = [f"{_refit(about)} Do not calibrate: the weights cost the loss, not the routers."]
+        repair += [] if about.refitted else [NATURAL_TEXT]
+    else:
+        repair = [_refit(about), *_cause(about, calibrate=False)]
+        repair += _where(about, calibrate=False)
+        repair += _expected(about, measured.swaps)
+    others = _experts(about.rows)
+    if calibrate:
+        others += _locality(about.overall)
     own = [row for row in measured.rows if row.model == MODEL]
     choice = _choice([models[name] for name in best], models[MODEL], measured.names)
-    return (*choice, *elsewhere, *advice, *_swapped(measured.swaps), *_few_tokens(own))
+    return (
+        *choice,
+        *named(repair),
+        *elsewhere,
+        *named(others),
+        *_swapped(measured.swaps),
+        *_few_tokens(own),
+    )
 
 
-def _expected(own: Overall, bound: float | None) -> str:
-    """State what repairs closed in measured merges; without swaps, recommend one."""
-    if bound is not None:
+def _calibration_helps(own: Overall, swaps: Sequence[Swap]) -> bool:
+    """Return whether calibration closed some of the gap in measured merges like this one."""
+    if won_back(swaps) is not None:
+        return routers_matter(swaps)
+    return expected_of_calibration(own.mean("kl")).low > 0
+
+
+def _loses_nothing(own: Overall) -> bool:
+    """Return whether the model predicts the text of every domain as well as its source does."""
+    gaps = [Overall(own.model, [total]).loss_gap for total in own.totals]
+    return all(gap is not None and gap < NOTICEABLE for gap in gaps)
+
+
+def _no_loss(own: Overall) -> str:
+    gap = own.loss_gap
+    assert gap is not None  # `_loses_nothing`
+    words = "better than its sources" if gap <= 0 else "as well as its sources"
+    return (
+        f"No repair is recommended: the model predicts this text {words} ({gap:+.3f} nats), so the "
+        "mismatch may cost nothing. Check it on text that the sources predict well."
+    )
+
+
+def _calibrate(about: _Subject) -> str:
+    if about.calibrated.issuperset(about.layers):
+        return f"The routers are calibrated already; {_other_calibration(about.settings)}."
+    return "Calibrate the routers (moemerge calibrate)."
+
+
+def _refit(about: _Subject) -> str:
+    """Recommend to change the weights, by a repair that the model has not had."""
+    if not about.refitted:
+        return "Refit the weights (moemerge refit --solver gradient)."
+    if about.solver == "gradient":
         return (
+            "The weights are refitted already; more text or moemerge distill from the sources may "
+            "still help."
+        )
+    return (
+        "The weights are refitted already; moemerge refit --solver gradient or moemerge distill "
+        "from the sources may still help."
+    )
+
+
+NATURAL_TEXT: Final = (
+    "On natural text, moemerge refit --solver gradient closed 52 to 90 % of the gap to the "
+    "sources, its closed form 7 to 96 % and moemerge distill 27 to 94 %."
+)
+
+
+def _expected(about: _Subject, swaps: Sequence[Swap]) -> list[str]:
+    """State what repairs closed in measured merges that were not repaired yet."""
+    bound = won_back(swaps)
+    if bound is not None:
+        if about.calibrated:
+            return []
+        return [
             "In merges of synthetic specialists where the sources' routers won back 63 to 94 %, "
             f"calibration closed about 9 points less: here, {expected_by_swaps(bound)} of the gap."
-        )
-    kl = own.mean("kl")
-    expected = expected_of_calibration(kl)
-    text = (
-        f"In merges of synthetic specialists with such a routing KL ({plain(kl)}), calibration "
-        f"closed {expected} of the gap to the sources and refit {REFIT}; on natural text both "
-        "closed less."
+        ]
+    unmeasured = (
+        "Whether the mismatch costs loss is not measured: --swaps bounds what any repair of "
+        "routers can gain."
     )
-    return text if expected.low > 0 else f"{text} Prefer moemerge refit --solver gradient."
-
-
-def _unmeasured(gap: float | None) -> str:
-    """State what is known about the cost of the mismatch if routers were not swapped."""
-    bound = "--swaps bounds what any repair of routers can gain."
-    if gap is not None and gap <= 0:
-        return (
-            f"The model predicts this text better than its sources ({gap:+.3f} nats), so the "
-            f"mismatch may cost nothing: use text that the sources predict well. {bound}"
-        )
-    return f"Whether the mismatch costs loss is not measured: {bound}"
+    if about.calibrated or about.refitted:
+        return [unmeasured]
+    kl = about.overall.mean("kl")
+    return [
+        f"In merges of synthetic specialists with such a routing KL ({plain(kl)}), calibration "
+        f"closed {expected_of_calibration(kl)} of the gap to the sources and refit {REFIT}; on "
+        "natural text both closed less.",
+        unmeasured,
+    ]
 
 
 def _choice(best: Sequence[Overall], own: Overall, names: Mapping[str, str]) -> list[str]:
@@ -171,14 +235,14 @@ def _elsewhere(measured: Measurements) -> list[str]:
             f"On {domain}, which no source speaks for, the loss above the base's is {names} nats"
         )
         remedy = (
-            "; the base as one more source keeps it: calibrate or refit with --source base=BASE "
-            "--data base=FILE"
+            "; the base as one more source of the repair keeps it: --source base=BASE --data "
+            "base=FILE"
         )
         advice.append(start + (remedy if max(gaps.values()) > NOTICEABLE else "") + ".")
     return advice
 
 
-def _cause(about: _Subject) -> list[str]:
+def _cause(about: _Subject, *, calibrate: bool = True) -> list[str]:
     """State whether routers or features cause the mismatch: what remains on equal features is due
     to the routers.
     """
@@ -186,26 +250,19 @@ def _cause(about: _Subject) -> list[str]:
     same, drift = (about.overall.mean(name) for name in ("mismatch_on_features", "drift"))
     numbers = f"{percent(same)} mismatch on the same features, {percent(mismatch)} on their own"
     if same >= ROUTERS_OWN * mismatch:
-        if about.calibrated.issuperset(about.layers):
-            return [f"The routers themselves still disagree ({numbers})."]
-        return [f"The routers themselves disagree ({numbers}): calibrating brings them closer."]
+        still = "still " if about.calibrated.issuperset(about.layers) else ""
+        return [f"The routers themselves {still}disagree ({numbers})."]
     words = f"the features drifted by {percent(drift)}"
-    if same <= FEATURES_OWN * mismatch:
-        start = f"The routers agree on the same features, but {words} ({numbers}): "
-        if about.settings.get("targets") == "source-features":
-            return [
-                start
-                + "the weights are at fault, not the routers; refit them, or try another merge "
-                "method."
-            ]
-        return [
-            start + "the weights are at fault more than the routers; refit them, calibrate with "
-            "--targets source-features, or try another merge method."
-        ]
-    return [f"Routers and features share the blame ({numbers}; {words})."]
+    if same > FEATURES_OWN * mismatch:
+        return [f"Routers and features share the blame ({numbers}; {words})."]
+    start = f"The routers agree on the same features, but {words} ({numbers})"
+    if calibrate and about.settings.get("targets") != "source-features":
+        return [f"{start}: calibrate with --targets source-features."]
+    return [f"{start}: the weights are at fault more than the routers."]
 
 
-def _where(about: _Subject) -> list[str]:
+def _where(about: _Subject, *, calibrate: bool = True) -> list[str]:
+    """State where the mismatch is if it is concentrated, or which layers to calibrate."""
     numbers = list(about.layers)
     run = concentrated(list(about.layers.values()))
     if run is not None:
@@ -214,11 +271,11 @@ def _where(about: _Subject) -> list[str]:
         start = f"The mismatch is concentrated in {noun} {_span(chosen, about.routed)}"
         if about.calibrated.issuperset(chosen):
             return [f"{start}, which {verb} calibrated already."]
+        if not calibrate:
+            return [f"{start}."]
         return [f"{start}: calibrate with --layers {_flag(chosen, about.routed)}."]
-    if about.calibrated.issuperset(numbers):
-        return [f"The routers are calibrated already; {_other_calibration(about.settings)}."]
-    if numbers == about.routed:
-        return ["The mismatch is spread over the layers: calibrate all of them (--layers all)."]
+    if not calibrate or numbers == about.routed or about.calibrated.issuperset(numbers):
+        return []
     return [
         "The mismatch is spread over the layers measured: calibrate them all "
         f"(--layers {_flag(numbers, about.routed)})."

@@ -253,6 +253,7 @@ def _diagnosis(
         with_source,
         [swap for swap in swaps if swap.domain in domains],
         calibrations,
+        refits,
         names,
         routed,
         elsewhere=[total for total in totals if total.domain not in domains],
