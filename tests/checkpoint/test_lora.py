@@ -15,6 +15,7 @@ from transformers import (
 
 import zoo
 from moemerge.checkpoint import AdaptedCheckpoint, Checkpoint
+from moemerge.checkpoint.safetensors_file import add_metadata
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
 
@@ -438,6 +439,8 @@ def test_unstated_orders_of_experts(tmp_path, experts):
     (notice,) = Checkpoint.open(f"{experts}+{tmp_path / 'peft'}").notices
     assert "without a lora_B_layout" in notice
     assert Checkpoint.open(f"{experts}+{tmp_path / 'peft'}#rank_major").notices == ()
+    add_metadata(tmp_path / "peft/adapter_model.safetensors", {"lora_B_layout": "rank_major"})
+    assert Checkpoint.open(f"{experts}+{tmp_path / 'peft'}").notices == ()
     stacked_adapter(tmp_path / "unsloth", [*STACKS], auto_mapping={"unsloth_fixed": True})
     with pytest.raises(CheckpointError, match="either of two orders"):
         Checkpoint.open(f"{experts}+{tmp_path / 'unsloth'}")

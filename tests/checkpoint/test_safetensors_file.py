@@ -4,10 +4,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from moemerge.checkpoint import format_size, parse_size
-from moemerge.checkpoint.safetensors_file import DTYPE_OF, SafetensorsFile, build_header
+from moemerge.checkpoint.safetensors_file import (
+    DTYPE_OF,
+    SafetensorsFile,
+    add_metadata,
+    build_header,
+)
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.errors import CheckpointError, UsageError
 
@@ -59,6 +64,16 @@ def test_a_shard_of_many_gigabytes_is_read(tmp_path, skipped):
     assert opened.size > skipped
     assert opened.read("x").equal(wanted)
     assert opened.read("hole", (skipped // 8 - 1, skipped // 8)).equal(torch.zeros(1, 2))
+
+
+def test_metadata_is_added_and_the_tensors_stay(tmp_path):
+    path, tensors = tmp_path / "x.safetensors", {"a": torch.randn(3, 5), "b": torch.tensor(1.5)}
+    save_file(tensors, path, metadata={"format": "pt"})
+    add_metadata(path, {"key": "größer"})
+    file = SafetensorsFile(path)
+    assert file.metadata == {"format": "pt", "key": "größer"}
+    assert all(file.read(name).equal(value) for name, value in tensors.items())
+    assert load_file(path).keys() == tensors.keys()
 
 
 @pytest.mark.parametrize("rows", [(-1, 2), (2, 1), (0, 5)])

@@ -37,6 +37,7 @@ def test_full_rank_is_the_fine_tune_for_us_and_for_peft(family, zoo_folder, tmp_
     assert all(name.endswith(("bias", "sinks")) for name in left_out), left_out
     wanted = zoo.tensors(tuned)
     with Checkpoint.open(f"{base}+{out}") as read:
+        assert read.notices == ()  # the order of lora_B is stated
         for name, value in wanted.items():
             if name not in left_out:
                 torch.testing.assert_close(read[name], value, atol=2e-6, rtol=0, msg=name)

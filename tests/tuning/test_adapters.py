@@ -32,6 +32,7 @@ def test_merged_and_kept_are_the_same_model(family, zoo_folder, tmp_path):
     assert not torch.allclose(logits(ours), logits(plain), atol=1e-2)
     torch.testing.assert_close(logits(ours), logits(adapted), atol=1e-4, rtol=1e-4)
     with Checkpoint.open(f"{base}+{tmp_path / 'adapter'}") as read:
+        assert read.notices == ()
         merged = Checkpoint.open(tmp_path / "merged")
         assert all(torch.equal(read[name], merged[name]) for name in read)
     assert report.parameters < 60_000

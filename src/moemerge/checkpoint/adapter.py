@@ -24,6 +24,10 @@ from moemerge.runtime.files import read_object
 
 CONFIG: Final = "adapter_config.json"
 PREFIX: Final = "base_model.model."
+# How we state PEFT's order of lora_B on stacked experts: in the metadata of the weights, since PEFT
+# warns about keys of its config that it does not know.
+LAYOUT: Final = "lora_B_layout"
+PEFT_LAYOUT: Final = {LAYOUT: "rank_major"}
 # By these names PEFT recognises experts of older models anywhere and adapts other modules. Given as
 # parameters, they are adapted in place.
 MISTAKEN: Final = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -139,18 +143,20 @@ class Adapter:
 def open_adapter(folder: Path) -> Adapter:
     """Read settings and headers. Refuse adapters that do not add low-rank matrices."""
     config = read_object(folder / CONFIG, f"a PEFT adapter folder has an {CONFIG}")
-    settings = _settings(config, folder / CONFIG)
     weights = next((folder / n for n in ADAPTER_WEIGHTS if os.path.exists(folder / n)), None)
     if weights is None:
         raise CheckpointError(
             f"{folder} has no adapter weights, expected {' or '.join(ADAPTER_WEIGHTS)}",
             hint="point at the adapter's folder, as peft's save_pretrained wrote it",
         )
-    adapter = Adapter(folder, settings, config, open_file(weights))
+    file = open_file(weights)
     try:
+        stated = {key: value for key, value in file.metadata.items() if key == LAYOUT}
+        settings = _settings({**stated, **config}, folder / CONFIG)
+        adapter = Adapter(folder, settings, config, file)
         _sort_tensors(adapter)
     except BaseException:
-        adapter.file.close()
+        file.close()
         raise
     return adapter
 

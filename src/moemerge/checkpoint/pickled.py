@@ -31,6 +31,8 @@ CONVERT: Final = (
 class PickledFile:
     """A memory-mapped pickled state dict. Reading is thread-safe."""
 
+    metadata: Mapping[str, str] = {}  # its format has none
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()

@@ -24,7 +24,7 @@ from moemerge.checkpoint.tensors import RowRange, TensorInfo, as_bytes
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.dtypes import Dtype
-from moemerge.runtime.files import open_plain
+from moemerge.runtime.files import open_plain, write_whole
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -292,13 +292,15 @@ def _check_coverage(
         raise _damaged(path, f"{rest} bytes after the last tensor belong to none")
 
 
-def build_header(infos: Sequence[TensorInfo]) -> tuple[bytes, dict[str, int]]:
+def build_header(
+    infos: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
     """Return a header (with its length) for `infos`, and each tensor's offset in the file.
 
     Wider dtypes come first, so that every tensor is aligned to its own element size.
     """
     ordered = sorted(infos, key=lambda info: -info.dtype.itemsize)
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt", **(metadata or {})}}
     begins: dict[str, int] = {}
     end = 0
     for info in ordered:
@@ -309,10 +311,25 @@ def build_header(infos: Sequence[TensorInfo]) -> tuple[bytes, dict[str, int]]:
             "shape": info.stored_shape,
             "data_offsets": [begins[info.name], end],
         }
+    data = _with_length(header)
+    return data, {n: len(data) + b for n, b in begins.items()}
+
+
+def add_metadata(path: Path, metadata: Mapping[str, str]) -> None:
+    """Add metadata to a file. Its tensors, which must fit into memory, are unchanged."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
+        header = json.loads(file.read(length))
+        header[METADATA] = {**header.get(METADATA, {}), **metadata}
+        data = _with_length(header) + file.read()
+    write_whole(path, data)
+
+
+def _with_length(header: Mapping[str, Any]) -> bytes:
+    """Return an encoded header, with its length before it."""
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % HEADER_ALIGNMENT)
-    start = LENGTH_BYTES + len(text)
-    return struct.pack("<Q", len(text)) + text, {n: start + b for n, b in begins.items()}
+    return struct.pack("<Q", len(text)) + text
 
 
 def dtype_label(info: TensorInfo) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import WHOLE
 from moemerge.checkpoint import TensorInfo, hub_ids, require_space
-from moemerge.checkpoint.adapter import CONFIG, PREFIX
+from moemerge.checkpoint.adapter import CONFIG, PEFT_LAYOUT, PREFIX
 from moemerge.checkpoint.folder import ADAPTER_WEIGHTS
 from moemerge.checkpoint.output import OutputFolder, check_output, writing
 from moemerge.checkpoint.reader import AdaptedCheckpoint, as_ref
@@ -357,7 +357,7 @@ def write_adapter(
 ) -> None:
     """Write the config, and the weights: a header, then `data` or zeros."""
     write_file(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
-    header, _ = build_header(infos)
+    header, _ = build_header(infos, PEFT_LAYOUT)
     with open(folder / _WEIGHTS, "wb") as file:
         file.write(header)
         if data is None:

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from moemerge.architectures.roles import Role
 from moemerge.checkpoint import CheckpointPatch, hub_ids, require_space
-from moemerge.checkpoint.adapter import MISTAKEN
+from moemerge.checkpoint.adapter import MISTAKEN, PEFT_LAYOUT
+from moemerge.checkpoint.folder import ADAPTER_WEIGHTS
 from moemerge.checkpoint.output import OutputFolder, temporary_sibling
 from moemerge.checkpoint.reader import AdaptedCheckpoint, as_ref
+from moemerge.checkpoint.safetensors_file import add_metadata
 from moemerge.config.dump import dump_document
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.lockstep.output_files import TUNING, earlier_report
@@ -254,4 +256,5 @@ def save_adapter(model: Any, state: Any, folder: Path, job: TuningJob) -> None:
     model.peft_config["default"].base_model_name_or_path = str(as_ref(job.request.model).absolute())
     # The search for added tokens would contact the hub.
     model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+    add_metadata(folder / ADAPTER_WEIGHTS[0], PEFT_LAYOUT)
     (folder / "README.md").unlink(missing_ok=True)  # replaced by our own
