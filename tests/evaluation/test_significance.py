@@ -222,11 +222,12 @@ def test_a_merge_is_first_compared_with_its_base_and_its_best_source():
     few, some, many = [0] * 40, [1] * 20 + [0] * 20, [1] * 30 + [0] * 10
     base_and_sources = {"b": "base", "c": "source"}
     report = replace(report_of(few, some, many), inputs={"a": base_and_sources})
-    assert report.headline == "a is not better than the base, b: -50.0 points of Task (p < 1e-4)"
+    assert report.headline == "a is worse than the base, b: -50.0 points of Task (p < 1e-4)"
     assert report.verdicts == report.to_json()["verdicts"]
-    assert report.verdicts[1].startswith("a is not better than its source, c: -75.0 points")
+    assert report.verdicts[1].startswith("a is worse than its source, c: -75.0 points")
     report = replace(report_of(few, some, [1] * 21 + [0] * 19), inputs={"c": {"b": "base"}})
-    assert report.headline.startswith("c is not distinguishable from the base, b: +2.5 points")
+    assert report.headline.startswith("c is better than a: +52.5 points of Task (p < 1e-4); not ")
+    assert "; not distinguishable from the base, b: +2.5 points" in report.headline
     report = replace(report_of(few, few), inputs={"a": {"b": "base"}})
     assert report.headline.startswith("a is not distinguishable from the base, b: +0.0 points")
     # A merge that is better than all its inputs is not held back, nor by another, worse merge.
@@ -234,8 +235,35 @@ def test_a_merge_is_first_compared_with_its_base_and_its_best_source():
     report = replace(report_of(few, some, many), inputs=inputs)
     assert report.headline == "c is best: 75.0% of Task"
     assert [text.split(":")[0] for text in report.verdicts] == [
+        "c is better than a",
         "c is better than the base, b",
-        "a is not better than the base, b",
+        "a is worse than the base, b",
     ]
     report = replace(report_of(some, few, many), inputs={"c": {"a": "source", "b": "source"}})
     assert report.verdicts[0].startswith("c is better than the best single source, a: +25.0")
+
+
+def test_later_merges_are_compared_with_the_first():
+    source, merged, refitted = [1] * 40, [1] * 10 + [0] * 30, [1] * 30 + [0] * 10
+    inputs = {"b": {"a": "source"}, "c": {"a": "source"}}
+    report = replace(report_of(source, merged, refitted), inputs=inputs)
+    assert report.headline == (
+        "c is better than b: +50.0 points of Task (p < 1e-4); "
+        "worse than its source, a: -25.0 points of Task (p 0.002)"
+    )
+    assert report.verdicts[0] == "c is better than b: +50.0 points of Task (p < 1e-4)"
+    assert report.other_verdicts == report.verdicts[2:]
+    (other,) = report.other_verdicts
+    assert other.startswith("b is worse than its source, a: -75.0 points")
+    # If the repair is worse, the headline is about the merge.
+    report = replace(report_of(source, refitted, merged), inputs=inputs)
+    assert report.headline.startswith("b is worse than its source, a")
+    assert report.other_verdicts[0].startswith("c is worse than b: -50.0 points")
+    # Without known inputs, the first model is the merge; of two, the headline compares.
+    report = report_of(merged, refitted, source)
+    assert report.headline == "c is best: 100.0% of Task"
+    assert [text.split(":")[0] for text in report.verdicts] == [
+        "c is better than a",
+        "b is better than a",
+    ]
+    assert report_of(merged, refitted).verdicts == []

@@ -61,7 +61,7 @@ def test_the_base_comes_first_then_the_best_source_then_the_control(tmp_path):
         "Not distinguishable from the best single source, math (55.0 %): TIES, HARC, the highest "
         "row (-1.2 points, p 1.000). Worse than the best single source, math: 2 of 6 rows.",
         f"HARC against the control ({CONTROL}): not distinguishable from it for TIES, average.",
-        f"refit against the control ({CONTROL}): not better than it for TIES.",
+        f"refit against the control ({CONTROL}): worse than it for TIES.",
     ]
     text = markdown(summary)
     assert text.index("Not distinguishable from the base") < text.index("| merge |")
@@ -71,7 +71,7 @@ def test_a_row_is_called_better_only_by_the_paired_test(tmp_path):
     summary = summary_of(tmp_path / "up", {**ROWS, ("TIES", "HARC"): 70, (REFERENCE, "math"): 79})
     base, source, control, _ = verdicts(summary)
     assert base.startswith("Better than the base (50.0 %): TIES, HARC. ")
-    assert source.startswith("Not better than the best single source, math (98.8 %): TIES, HARC, ")
+    assert source.startswith("Worse than the best single source, math (98.8 %): TIES, HARC, ")
     assert "better than it for TIES; not distinguishable from it for average" in control
     one = summary_of(tmp_path / "one", ROWS, singles=("base", "math"))
     assert "Not distinguishable from the source math (55.0 %)" in verdicts(one)[1]

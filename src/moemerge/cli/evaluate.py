@@ -79,8 +79,7 @@ STYLES: Final = {"task": "", "domain": "italic", "overall": "bold"}
 def evaluation_report(report: EvaluationReport, *, verbose: bool) -> RenderableType:
     parts: list[RenderableType] = []
     if len(report.models) > 1:
-        others = [text for text in report.verdicts if text != report.headline]
-        parts += [Text(report.headline, "bold"), *map(Text, others), ""]
+        parts += [Text(report.headline, "bold"), *map(Text, report.other_verdicts), ""]
     if report.rows:
         parts.append(_scores(report))
     count = len(report.models) * (len(report.models) - 1) // 2

@@ -35,6 +35,7 @@ def page_document(
         "version": header["moemerge"],
         "created": header["created"],
         "headline": report.headline,
+        "verdicts": report.other_verdicts,
         "drawn": "greedy" if greedy else drawn,
         "answers": {
             "models": list(report.models),

@@ -92,12 +92,12 @@ class PairedDifference:
 
     @property
     def standing(self) -> str:
-        """What the paired test says of the second model: better than, not better than, or not
+        """What the paired test says of the second model: better than, worse than, or not
         distinguishable from the first.
         """
         if not self.significant:
             return "not distinguishable from"
-        return "better than" if self.better else "not better than"
+        return "better than" if self.better else "worse than"
 
     @property
     def better(self) -> bool:
@@ -163,26 +163,53 @@ class EvaluationReport:
         """The most general row."""
         return next((row for row in self.rows if row.kind == "overall"), self.rows[-1])
 
-    def _against_inputs(self) -> Iterator[tuple[PairedDifference, str]]:
-        """Yield each merge compared with its base and its best source, the best merge first."""
+    def _comparisons(self) -> Iterator[tuple[PairedDifference, str]]:
+        """Yield each merge compared with the first one, its base and its best source; the best
+        merge first. The text describes an input, and is empty for the first merge.
+
+        A model that is an input of no other counts as a merge. Two of them are compared by the
+        headline.
+        """
         row = self._whole
+        inputs = {model for kinds in self.inputs.values() for model in kinds}
+        first, *later = [model for model in self.models if model not in inputs] or [""]
 
         def score(model: str) -> float:
             return row.scores[model].mean
 
-        for merge in sorted(self.inputs, key=score, reverse=True):
-            kinds = self.inputs[merge]
+        for merge in sorted({**self.inputs, **dict.fromkeys(later)}, key=score, reverse=True):
+            kinds = self.inputs.get(merge, {})
             sources = sorted((m for m in kinds if kinds[m] != "base"), key=score)
+            words = "its source" if len(sources) == 1 else "the best single source"
+            if merge in later and len(self.models) > 2:
+                yield row.compared(first, merge), ""
             for model in [*(m for m in kinds if kinds[m] == "base"), *sources[-1:]]:
-                words = "its source" if len(sources) == 1 else "the best single source"
                 yield row.compared(model, merge), "the base" if kinds[model] == "base" else words
 
     @property
     def verdicts(self) -> list[str]:
-        """What the paired test says of each merge against its base and its best source."""
+        """What the paired test says of each merge against the first one, its base and its best
+        source.
+        """
+        return [_verdict(one, self._whole) for one in self._comparisons()] if self.rows else []
+
+    @property
+    def _decisive(self) -> list[tuple[PairedDifference, str]]:
+        """The best merge against the first one, and against an input that it is not better than;
+        empty if it is better than all.
+        """
+        found = list(self._comparisons())
+        found = [one for one in found if one[0].second == found[0][0].second]
+        lost = [(pair, words) for pair, words in found if words and not pair.better]
+        return [*((pair, words) for pair, words in found if not words), *lost[:1]] if lost else []
+
+    @property
+    def other_verdicts(self) -> list[str]:
+        """The verdicts that the headline does not state."""
         if not self.rows:
             return []
-        return [_verdict(pair, words, self._whole) for pair, words in self._against_inputs()]
+        stated = [_verdict(one, self._whole) for one in self._decisive]
+        return [text for text in self.verdicts if text not in stated]
 
     @property
     def headline(self) -> str:
@@ -192,10 +219,9 @@ class EvaluationReport:
         if not self.rows:
             return text_headline(self.perplexity[0])
         last = self._whole
-        best_merge = next(self._against_inputs(), None)
-        for pair, words in self._against_inputs():
-            if best_merge and pair.second == best_merge[0].second and not pair.better:
-                return _verdict(pair, words, last)
+        if decisive := self._decisive:
+            claims = "; ".join(_claim(one, last) for one in decisive)
+            return f"{decisive[0][0].second} is {claims}"
         if not last.pairs:
             model, score = next(iter(last.scores.items()))
             return f"{model} solves {100 * score.mean:.1f}% of {last.title}"
@@ -249,10 +275,15 @@ class EvaluationReport:
         }
 
 
-def _verdict(pair: PairedDifference, words: str, row: ResultRow) -> str:
+def _verdict(compared: tuple[PairedDifference, str], row: ResultRow) -> str:
+    return f"{compared[0].second} is {_claim(compared, row)}"
+
+
+def _claim(compared: tuple[PairedDifference, str], row: ResultRow) -> str:
+    pair, words = compared
     named = words if words.endswith(f" {pair.first}") else f"{words}, {pair.first}"
     return (
-        f"{pair.second} is {pair.standing} {named}: "
+        f"{pair.standing} {named if words else pair.first}: "
         f"{100 * pair.difference:+.1f} points of {row.title} (p {pair.p_text})"
     )
 
