@@ -15,6 +15,7 @@ from moemerge.generation.transformers_engine import TransformersEngine
 from moemerge.report.scores import render_scores
 from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
+from zoo import Notes
 
 
 def test_scores_are_those_of_the_testbed_problem_by_problem(specialists, sums, tmp_path):
@@ -65,6 +66,11 @@ def test_nothing_is_asked_twice(specialists, sums, tmp_path, monkeypatch):
             for r in (together, again)]  # fmt: skip
     assert both[0] == both[1]
     assert len(again.rows[0].pairs) == 1
+    notes = Notes()
+    moemerge.evaluate([math], task, out=out, progress=notes, **GREEDY)
+    assert [note for note in notes.said if "exist" in note] == [
+        "math: all 12 completions exist already"
+    ]
 
 
 def test_what_could_not_be_made_or_judged_counts_as_wrong_and_is_told(specialists, sums, tmp_path):

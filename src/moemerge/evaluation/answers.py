@@ -214,7 +214,9 @@ def answer(job: EvaluationJob, asked: PromptedModel, progress: Progress) -> dict
         make_engine = engine_maker(asked.model, asked.tokenizer, settings, progress)
         together = [line for task in tasks for line in asked.tokens[task.name]]
         with index.journal() as journal:
-            made = iter(complete(together, settings, make_engine, journal, progress).completions)
+            # `remaining_work` has announced what exists.
+            done = complete(together, settings, make_engine, journal, progress, announce=False)
+            made = iter(done.completions)
         for task in tasks:
             completions = [next(made) for _problem in task.problems]
             answered[task.name] = _answers(task, asked.prompts[task.name], completions)

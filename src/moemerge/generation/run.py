@@ -113,10 +113,12 @@ def complete(
     make_engine: Callable[[], Engine],
     journal: CompletionJournal,
     progress: Progress,
+    *,
+    announce: bool = True,
 ) -> Generated:
     """Return `settings.samples` completions of each prompt. The engine is created only if needed.
 
-    The next run tries a failed completion again.
+    The next run tries a failed completion again. `announce` prints how many exist already.
     """
     finished: dict[tuple[int, int], Completion] = {}
     missing: list[CompletionRequest] = []
@@ -129,7 +131,7 @@ def complete(
             else:
                 missing.append(CompletionRequest(place, sample, tuple(tokens)))
     reused, tokens_made, begun = len(finished), 0, time.monotonic()
-    if reused:
+    if reused and announce:
         progress.note(f"{reused} of {counted(reused + len(missing), 'completion')} exist already")
     if missing:
         engine = load_engine(make_engine)
