@@ -6,9 +6,13 @@ import math
 import pytest
 import yaml
 
+import moemerge
 from moemerge.api.stages import read_stages
+from moemerge.composing.job import load_compose_config
 from moemerge.config.yaml_lines import Dumper, read_yaml
 from moemerge.errors import ConfigError
+from moemerge.evaluation.settings import load_task
+from moemerge.experiments.study_file import load_study
 
 
 @pytest.mark.parametrize(
@@ -120,6 +124,35 @@ def test_what_is_no_config_is_refused_in_our_words(text, said):
 
 def test_characters_of_two_escapes_are_joined():
     assert read_yaml(json.dumps({"a": "\U0001f600"}), "x.yml").data == {"a": "\U0001f600"}
+
+
+KINDS = {
+    "merge": (moemerge.load_config, "merge_method: linear\nmodels: [{model: a}]\n"),
+    "compose": (load_compose_config, "gate_mode: random\nexperts: [{source_model: a}]\n"),
+    "study": (load_study, "merges: {}\nevaluate: {}\n"),
+    "evaluate": (load_task, "title: t\nverify: exact\n"),
+}
+
+
+@pytest.mark.parametrize("read", KINDS)
+@pytest.mark.parametrize("given", KINDS)
+def test_files_of_another_kind_are_recognised(read, given, tmp_path):
+    path = tmp_path / "file.yml"
+    path.write_text(KINDS[given][1])
+    try:
+        KINDS[read][0](path)
+    except ConfigError as error:
+        message = str(error)
+    else:
+        message = ""
+    if given == read:
+        assert "this is" not in message
+        return
+    assert message.startswith(f"{path}: this is a ")
+    first, second = message.splitlines()
+    assert f"`moemerge {given}`" in first
+    assert "(line " in first
+    assert f"`moemerge {read}`" in second
 
 
 def test_aliases_cannot_fill_the_memory():

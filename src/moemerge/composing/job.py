@@ -29,7 +29,7 @@ from moemerge.composing.tensors import (
 )
 from moemerge.config.faults import Fault
 from moemerge.config.models import ModelRef
-from moemerge.config.yaml_lines import read_document
+from moemerge.config.yaml_lines import COMPOSITION, read_document, require_kind
 from moemerge.errors import ArchitectureError, ConfigError
 from moemerge.lockstep.experts import config_with_experts
 from moemerge.runtime.devices import check_device
@@ -80,7 +80,9 @@ class ComposeJob:
 
 def load_compose_config(source: str | Path | Mapping[str, Any]) -> ComposeConfig:
     """Read a config and check all of it that needs no model."""
-    return read_document(source).parse(ComposeConfig, _faults)
+    document = read_document(source)
+    require_kind(document, COMPOSITION)
+    return document.parse(ComposeConfig, _faults)
 
 
 def _faults(config: ComposeConfig) -> list[Fault]:

@@ -49,7 +49,7 @@ from moemerge.config.resolve import (
     with_models,
 )
 from moemerge.config.schema import REPAIRS, RunConfig, kept_faults
-from moemerge.config.yaml_lines import Document
+from moemerge.config.yaml_lines import MERGE, Document, require_kind
 from moemerge.data.settings import files_of
 
 _NO_METHOD: Final = "(none)"  # replaces a missing merge_method while the rest is checked
@@ -147,6 +147,7 @@ def check_document(
     File and model paths are kept as written. If `coefficients` is False, the coefficients file is
     not read.
     """
+    require_kind(document, MERGE)
     return _Check(document, schemas, wrappers or {}, read_files=coefficients).run()
 
 

@@ -152,6 +152,28 @@ class Document:
         return content
 
 
+# The key that every file of a kind has and no other kind has, and what the file is.
+MERGE, COMPOSITION, STUDY, TASK = "merge_method", "experts", "merges", "verify"
+_KINDS: Final[Mapping[str, str]] = {
+    MERGE: "a config for `moemerge merge`, `run` and `validate`",
+    COMPOSITION: "a config for `moemerge compose`",
+    STUDY: "a study for `moemerge study`",
+    TASK: "a task for `moemerge evaluate`",
+}
+
+
+def require_kind(document: Document, kind: str) -> None:
+    """Refuse a file of another kind, of which every key would be a fault."""
+    found = next((key for key in _KINDS if key in document.data), kind)
+    if kind in document.data or found == kind:
+        return
+    place = ", ".join(part for part in (document.place((found,)), f"`{found}:`") if part)
+    raise ConfigError(
+        f"{document.where}: this is {_KINDS[found]} ({place})",
+        hint=f"expected {_KINDS[kind]}, which has `{kind}:`",
+    )
+
+
 def read_yaml(text: str, where: str) -> Document:
     """Read one YAML document that is a mapping; syntax errors name line and column."""
     return _single(read_all(text, where))

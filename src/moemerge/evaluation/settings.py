@@ -10,7 +10,7 @@ from pydantic import Field
 
 from moemerge.config.fields import Name, PositiveInt, Strict
 from moemerge.config.settings import MAP, MAX_LENGTH, Flag, MapForm, TextColumns
-from moemerge.config.yaml_lines import read_document
+from moemerge.config.yaml_lines import TASK, read_document, require_kind
 from moemerge.generation.settings import (
     MAX_NEW_TOKENS,
     SAMPLES,
@@ -135,4 +135,6 @@ class TaskSettings(PromptSettings):
 
 def load_task(path: Path) -> TaskSettings:
     """Read a task file; all that is wrong with it comes in one error."""
-    return read_document(path).parse(TaskSettings)
+    document = read_document(path)
+    require_kind(document, TASK)
+    return document.parse(TaskSettings)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from moemerge.checkpoint.locate import HUB_ID, is_local
 from moemerge.config.faults import Fault, Path, suggested
-from moemerge.config.yaml_lines import Document, read_document, read_yaml
+from moemerge.config.yaml_lines import STUDY, Document, read_document, read_yaml, require_kind
 from moemerge.errors import ConfigError
 from moemerge.evaluation.job import TASK_SUFFIXES
 from moemerge.experiments.settings import (
@@ -90,6 +90,7 @@ def load_study(
     if overrides:
         layers.insert(0, Document(OVERRIDES, dict(overrides)))
     document = _laid_over(where, layers)
+    require_kind(document, STUDY)
     seeds = document.data.get("seeds")
     first = seeds[0] if isinstance(seeds, list) and seeds else None
     return _checked(document, first)
