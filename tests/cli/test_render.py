@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,13 @@ def test_a_run_of_three_sources_shows_every_number(report, width, verbose):
     assert "…" not in text
     if not verbose:  # the name of a router is a word that cannot wrap
         assert all(len(line.rstrip()) <= width for line in text.splitlines())
+
+
+def test_a_reason_for_a_whole_model_needs_no_names(report):
+    model = replace(report.merge.models[0], merged=1, dropped={"a reason": ["one", "two"]})
+    for tensors, expected in ((2, "a reason\n"), (3, "a reason: one, two\n")):
+        merge = replace(report.merge, models=(replace(model, tensors=tensors),))
+        assert printed(merge_report(merge, verbose=False), 200).endswith(expected)
 
 
 def test_a_pipe_has_no_width(report, config, tmp_path):

@@ -185,6 +185,22 @@ def test_slices_stack_layers_and_the_config_follows(dense, tmp_path):
         assert set(named) <= zoo.tensors(folder).keys()
 
 
+def test_a_base_in_no_slice_is_only_a_reference(dense, tmp_path):
+    base, *merged = dense
+    weight = {"parameters": {"weight": 1}}
+    sources = [{"model": str(m), "layer_range": [0, 2], **weight} for m in merged]
+    config = {"merge_method": "linear", "base_model": str(base), "slices": [{"sources": sources}]}
+    report = moemerge.merge(config, tmp_path / "out")
+    assert [m.base for m in report.models] == [False, False, True]
+    assert report.models[0].dropped.keys() == {"layer 2 is in no slice", "layer 3 is in no slice"}
+    assert {why: set(names) for why, names in report.models[2].dropped.items()} == {
+        "reference only": zoo.tensors(base).keys()
+    }
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "2 models merged with `linear`" in card
+    assert f"- `{base}` (base, the base)" in card
+
+
 def test_slices_past_the_last_layer_are_refused(dense, tmp_path):
     config = {
         "merge_method": "passthrough",

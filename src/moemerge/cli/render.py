@@ -176,7 +176,12 @@ def _inputs(report: MergeReport, *, verbose: bool) -> NumberTable:
     table = NumberTable(headings, words=(0, headings.index("why")))
     for m in report.models:
         groups = (m.copied, m.dropped)
-        why = [_names(r, names, verbose=verbose) for g in groups for r, names in g.items()]
+        # A reason for the whole model needs no names.
+        why = [
+            reason if len(names) == m.tensors else _names(reason, names, verbose=verbose)
+            for group in groups
+            for reason, names in group.items()
+        ]
         copied, dropped = (sum(map(len, group.values())) for group in groups)
         table.add(m.name, *map(str, (m.tensors, m.merged, copied, dropped)), "\n".join(why))
     return table

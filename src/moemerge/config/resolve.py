@@ -207,9 +207,13 @@ class NormalisedMerge:
 
     @property
     def bases(self) -> set[str]:
-        """The names of models that are bases in some slice and merged in none."""
-        merged = {model.name for one in self.slices for model in one.inputs}
-        return {one.base.name for one in self.slices if one.base is not None} - merged
+        """The names of models that are only the base of others: merged in no slice."""
+        return set(self.models) - {model.name for one in self.slices for model in one.inputs}
+
+    @property
+    def references(self) -> set[str]:
+        """The names of models that are in no slice: a base that only lends config and tokenizer."""
+        return set(self.models) - {model.name for one in self.slices for model in one.models}
 
     @property
     def whole(self) -> bool:

@@ -252,6 +252,7 @@ class Account(NamedTuple):
 
 Accounts = Mapping[str, Mapping[str, Account]]  # by model and tensor
 MERGED = Account(Fate.MERGED)
+REFERENCE = "reference only"
 
 
 class Ledger:
@@ -271,13 +272,17 @@ class Ledger:
         """Return the recorded tensors of a model."""
         return self._accounts[model].keys()
 
-    def complete(self, models: Mapping[str, OpenModel]) -> Accounts:
-        """Return one account for every input tensor. Unused tensors are dropped."""
+    def complete(self, models: Mapping[str, OpenModel], references: Collection[str]) -> Accounts:
+        """Return one account for every input tensor. Unused tensors are dropped.
+
+        `references` are the models that are in no slice.
+        """
         for name, model in models.items():
             known = self._accounts[name]
             for tensor in model.checkpoint.tensors:
                 if tensor not in known:
-                    known[tensor] = Account(Fate.DROPPED, _unused(model, tensor))
+                    why = REFERENCE if name in references else _unused(model, tensor)
+                    known[tensor] = Account(Fate.DROPPED, why)
         return self._accounts
 
 

@@ -112,7 +112,7 @@ class Planner:
             models=self.models,
             tensors=tuple(tensors),
             blocks=tuple(blocks),
-            accounts=self.ledger.complete(self.models),
+            accounts=self.ledger.complete(self.models, self.merge.references),
             notices=tuple(self._notices()),
             layer_origins=tuple(self.destinations.origins()),
             quantised=self.quantised,
