@@ -26,6 +26,7 @@ from moemerge.errors import ConfigError, UsageError
 
 class Knobs(Strict):
     ridge: AutoOrPositive = Field("auto", description="strength")
+    steps: AutoOrPositive = Field("auto", description="steps (auto: two epochs)")
     count: int | None = Field(None, description="most of them (default: all)")
     parts: tuple[str, ...] = Field((), description="parts")
     loud: bool = Field(True, description="say more")
@@ -94,6 +95,7 @@ def test_wrong_values_are_named_by_their_flags():
 def test_help_tells_default_choices_and_no_type_of_switches():
     text = " ".join(outcome("--help")["help"].replace("│", " ").split())
     assert "--ridge X|auto Strength: auto or a number (default: auto)." in text
+    assert "--steps X|auto Steps (default: auto, two epochs)." in text
     assert "Way: one or two (default: one)." in text
     assert "Most of them (default: all)." in text
     assert "--loud --no-loud Say more (default: on)." in text

@@ -369,7 +369,11 @@ def _help(setting: Setting) -> str:
     default = "on" if setting.default is True else setting.default
     unsaid = default is None or default is False or default in ("", (), {})
     shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
-    return f"{words}." if unsaid else f"{words} (default: {shown})."
+    if unsaid:
+        return f"{words}."
+    if f"({shown}: " in words:  # the description explains the default
+        return words.replace(f"({shown}: ", f"(default: {shown}, ") + "."
+    return f"{words} (default: {shown})."
 
 
 def _settings(model: type[Strict], values: FlagValues) -> Strict:
