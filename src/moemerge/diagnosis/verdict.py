@@ -213,5 +213,5 @@ def theory(own: Overall) -> str:
     if near >= LOCAL:
         return f"Yes: {tokens}, and {model}."
     if 1 / ROUGH <= ratio <= ROUGH:
-        return f"Near enough: only {tokens}, but {model}."
+        return f"Near enough: {model}, although only {tokens}."
     return f"No: only {tokens}, and {model}. --objective exact calibrates on the KL itself."
