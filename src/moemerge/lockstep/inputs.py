@@ -196,8 +196,8 @@ def base_notices(
         remedy += '`data={**data, "base": "general.jsonl"}`'
     return [
         *read,
-        "no source is the base model, so what it can do beyond these domains may be lost: a few "
-        f"dozen rows of text like that keep it; {remedy}",
+        "no source is the base model, so what the base can do beyond these domains may be lost: a "
+        f"few dozen rows of each ability that must remain keep it; {remedy}",
     ]
 
 
