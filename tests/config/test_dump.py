@@ -74,6 +74,18 @@ def test_only_what_was_given_is_written(load):
     }
 
 
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [("tokenizer_source: union", {}),
+     ("tokenizer: {pad_to_multiple_of: 8}", {"pad_to_multiple_of": 8})],
+)  # fmt: skip
+def test_a_union_of_vocabularies_is_written(load, given, written):
+    text = HEAD + f"parameters: {{weight: 1}}\nmodels: [{{model: a}}]\n{given}\n"
+    config = load(text).config
+    assert config_data(config)["tokenizer"] == {"source": "union", **written}
+    assert load(dump_config(config)).config == config
+
+
 def test_a_folder_with_signs_in_its_name_survives_the_folder(load, tmp_path):
     folder = tmp_path / "a@b+c"
     folder.mkdir()

@@ -25,6 +25,8 @@ from moemerge.data.settings import DataRecipe
 
 # Blocks that are written with their defaults, which a later version may change.
 _ALWAYS = tuple(repair.key for repair in REPAIRS)
+# Fields that are written with their defaults: `tokenizer: {}` would hide the union.
+_EXPLICIT = ("source",)
 _FIRST = ("merge_method", "base_model")
 _FILES = ("data", "base_data", "check", "statistics")  # whose values are file names
 
@@ -57,12 +59,15 @@ def plain_settings(settings: BaseModel, *, given: bool = False) -> dict[str, Any
 
 
 def _mapping(model: BaseModel, *, absolute: bool = False, full: bool = False) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, or with `full` all that have a value."""
+    """Return the fields that differ from their defaults or are in `_EXPLICIT`.
+
+    With `full`, return all fields that have a value.
+    """
     result = {}
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
         default = info.get_default(call_default_factory=True)
-        if value is None or not (full or value != default):
+        if value is None or not (full or name in _EXPLICIT or value != default):
             continue
         if name == "coefficients" and absolute:
             value = os.path.abspath(value)
