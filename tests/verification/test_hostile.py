@@ -2,6 +2,7 @@
 
 import os
 import socket
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.judgement import Grade, Judgement
 from moemerge.verification.sandbox.process import MIB, Limits, Sandbox
 from moemerge.verification.sandbox.protections import WAYS, present, protections, strongest
+from moemerge.verification.sandbox.system import has_filters
 from verification.hostile import HOSTILE
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=1.5, memory=512 * MIB)
@@ -91,6 +93,59 @@ def test_what_is_said_to_hold_was_tried(how):
     assert held.signals
     if how != "limits":
         assert len(held.sentences()) == 1
+
+
+DEEP = """
+import os
+try:
+    for _ in range(3000):
+        os.mkdir("d"), os.chdir("d")
+except OSError:
+    pass
+"""
+UNREADABLE = """
+import os
+os.makedirs("a/b"), os.symlink("OUTSIDE", "a/link")
+for path in ("a/b", "a", "."):
+    try:
+        os.chmod(path, 0)
+    except OSError:
+        pass
+"""
+MODE = """
+import os
+os.symlink("OUTSIDE/kept", "link")
+try:
+    os.chmod("link", 0)
+except OSError:
+    pass
+"""
+NESTED = """
+import os
+for number in range(3, 64):
+    try:
+        os.write(number, b"[" * 100_000)
+    except OSError:
+        pass
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("program", [DEEP, UNREADABLE, MODE, NESTED])
+def test_odd_files_and_answers_leave_nothing(how, program, tmp_path, monkeypatch):
+    if not present(how):
+        pytest.skip(f"no {how} on this system")
+    verifier = CodeVerifier(allow_code=True, limits=Limits(cpu_seconds=5))
+    verifier._sandbox = Sandbox(how)
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "kept").chmod(0o640)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    judgement = verifier.check(ROW, program.replace("OUTSIDE", str(tmp_path)) + HONEST)
+    assert judgement.right == (program != NESTED), judgement
+    assert not list((tmp_path / "tmp").iterdir())
+    assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o640 or not has_filters()
 
 
 def test_the_strongest_is_taken():

@@ -252,7 +252,7 @@ def _opened(request: urllib.request.Request, seconds: float) -> dict[str, Any]:
         with contextlib.suppress(OSError):
             words = error.read(500).decode(errors="replace")
         raise RefusalError(error.code, words or str(error.reason)) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RefusalError(200, f"no JSON in the answer ({error})") from None
     if not isinstance(content, dict):
         raise RefusalError(200, "no JSON object in the answer")

@@ -212,6 +212,6 @@ def _report(answer: bytes, secret: str) -> dict[str, Any] | None:
     """Return the harness's report; None if it is missing or the program wrote something else."""
     try:
         report = json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return report if isinstance(report, dict) and report.get("secret") == secret else None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import json
 import os
+import secrets
 import select
-import shutil
 import signal
 import site
 import subprocess
@@ -157,11 +158,37 @@ def _folder() -> Iterator[str]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        # What is left is in folders whose permissions a program has changed.
-        for parent, _folders, _files in os.walk(folder):
-            os.chmod(parent, 0o700)
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _remove(folder)
+
+
+def _remove(folder: str) -> None:
+    """Delete a folder that a program filled: without rights, or deeper than functions recurse.
+
+    What is inside a folder is moved to the top, so that no path becomes too long.
+    """
+    moved = (f"{secrets.token_hex(16)}-{number}" for number in itertools.count())
+    os.chmod(folder, 0o700)
+    while names := os.listdir(folder):
+        for name in names:
+            path = os.path.join(folder, name)
+            if not _is_folder(path):
+                os.unlink(path)
+                continue
+            for inner in os.listdir(path):
+                place = os.path.join(path, inner)
+                _is_folder(place)
+                os.rename(place, os.path.join(folder, next(moved)))
+            os.rmdir(path)
+    os.rmdir(folder)
+
+
+def _is_folder(path: str) -> bool:
+    """Return whether this is a folder, and make it accessible."""
+    found = os.path.isdir(path) and not os.path.islink(path)
+    if found:
+        os.chmod(path, 0o700)
+    return found
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> tuple[bytes, Ended]:

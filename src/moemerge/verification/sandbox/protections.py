@@ -79,10 +79,12 @@ def protections(sandbox: Sandbox) -> Protections:
     with tempfile.NamedTemporaryFile("w") as file, socket.socket() as listener:
         file.write("kept")
         file.flush()
+        mode = os.stat(file.name).st_mode
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         outside = {"port": listener.getsockname()[1], "pid": os.getpid(), "file": file.name}
         function = f"{__package__}.probe:try_everything"
         outcome = sandbox.run(function, json.dumps(outside).encode())
-        untouched = Path(file.name).read_text() == "kept"
+        after = os.stat(file.name).st_mode, Path(file.name).read_text()
+        untouched = after == (mode, "kept")
     return Protections(sandbox.how, writing=untouched, **json.loads(outcome.answer))

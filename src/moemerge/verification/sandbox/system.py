@@ -138,6 +138,16 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
     "sethostname": (170, 161), "setdomainname": (171, 162),
 }  # fmt: skip
+# Changes to files that Landlock does not know: modes, owners, times, attributes, and in its first
+# versions the length.
+_REFUSED_WITHOUT_OWN_FILES: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "removexattrat": (466, 466), "truncate": (76, 45),
+}  # fmt: skip
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _KILL, _TGKILL = (62, 129), (234, 131)
 _PRCTL = (157, 167)
@@ -158,9 +168,12 @@ def has_filters() -> bool:
     return platform.machine() in _MACHINES
 
 
-def filter_calls() -> None:
-    """Refuse the calls above in this process from now on. Call `gain_no_privileges` first."""
-    code = filter_program(platform.machine(), os.getpid())
+def filter_calls(*, own_files: bool) -> None:
+    """Refuse the calls above in this process from now on. Call `gain_no_privileges` first.
+
+    With `own_files`, the process has its own file system.
+    """
+    code = filter_program(platform.machine(), os.getpid(), own_files=own_files)
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
@@ -170,7 +183,7 @@ def filter_calls() -> None:
     call("prctl", ctypes.c_int(_PR_SET_SECCOMP), ctypes.c_ulong(_MODE_FILTER), *rest)
 
 
-def filter_program(machine: str, own_pid: int) -> bytes:
+def filter_program(machine: str, own_pid: int, *, own_files: bool) -> bytes:
     """Return the filter's instructions, 8 bytes each, for the process with id `own_pid`."""
     architecture, place = _MACHINES[machine]
     refuse, missing = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
@@ -182,7 +195,8 @@ def filter_program(machine: str, own_pid: int) -> bytes:
         _line(_JGE, _X32, 0, 1),
         _line(_RETURN, _KILL_PROCESS),
     ]
-    for numbers in _REFUSED.values():
+    refused = _REFUSED if own_files else _REFUSED | _REFUSED_WITHOUT_OWN_FILES
+    for numbers in refused.values():
         number = numbers[place]
         if number is not None:
             lines += [_line(_JEQ, number, 0, 1), _line(_RETURN, refuse)]
