@@ -75,8 +75,11 @@ def test_parquet(tmp_path, chat):
     domain = load_domain("math", tmp_path / "a.parquet", chat)
     assert words(chat, domain) == [["<s>", "one"], ["<|user|>", "two", "<|end|>"]]
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
-    with pytest.raises(DataError, match=r"b\.parquet: not a readable"):
-        load_domain("math", tmp_path / "b.parquet", chat)
+    days = pyarrow.array([2**31 - 1], pyarrow.date32())  # a date that Python cannot represent
+    parquet.write_table(pyarrow.table({"text": ["one"], "day": days}), tmp_path / "c.parquet")
+    for name in ("b", "c"):
+        with pytest.raises(DataError, match=rf"{name}\.parquet: not a readable"):
+            load_domain("math", tmp_path / f"{name}.parquet", chat)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +225,13 @@ def test_keys_that_would_reach_the_terminal_are_refused(tmp_path, name, key):
     path.write_text(json.dumps({**json.loads(path.read_text()), key: [token]}))
     with pytest.raises(TokenizerError, match=rf"{name}: the key '\\x1b"):
         load_tokenizer(folder)
+
+
+def test_a_longest_input_that_is_no_number_is_refused(tmp_path):
+    path = zoo.tiny_tokenizer(tmp_path) / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": "x"}))
+    with pytest.raises(TokenizerError, match="model_max_length of tokenizer_config.json is 'x'"):
+        load_tokenizer(tmp_path)
 
 
 def test_folder_without_tokenizer(tmp_path):

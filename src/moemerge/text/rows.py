@@ -227,7 +227,8 @@ def _parquet_rows(path: Path) -> Iterator[TextRow]:
             for row in batch.to_pylist():
                 number += 1
                 yield TextRow(f"{path}, row {number}", row, size)
-    except (arrow.ArrowException, OSError, ValueError) as error:
+    except (arrow.ArrowException, OSError, ValueError, OverflowError, KeyError) as error:
+        # The last two are dates that Python cannot represent, and unknown time zones.
         raise DataError(f"{path}: not a readable parquet file ({error})") from error
 
 

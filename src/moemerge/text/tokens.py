@@ -38,7 +38,15 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise TokenizerError(f"{unusable} (none of {', '.join(usual)})", hint=hint)
     _check_keys(Path(folder), hint)
     with library_errors(TokenizerError, unusable, hint=hint):
-        return AutoTokenizer.from_pretrained(str(folder))  # type: ignore[no-any-return,no-untyped-call,unused-ignore]
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))  # type: ignore[no-untyped-call,unused-ignore]
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, int | float):
+        raise TokenizerError(
+            f"{unusable}: model_max_length of tokenizer_config.json is {longest!r:.80}, "
+            "expected a number",
+            hint=hint,
+        )
+    return tokenizer  # type: ignore[no-any-return,unused-ignore]
 
 
 def _check_keys(folder: Path, hint: str) -> None:
