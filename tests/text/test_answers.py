@@ -213,7 +213,7 @@ LINKED = "".join(f"{{% set n{i} = namespace(a=0, b=0) %}}" for i in range(60)) +
 )
 HOSTILE = [
     "{{ 'a' * 10 ** 10 }}",
-    "{{ 10 ** 10 ** 8 }}",
+    "{{ 10 ** (10 ** 8) }}",
     "{% set ns = namespace(s='ab') %}"
     "{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
     "{{ 'x' | center(10000000000) }}",
@@ -278,7 +278,8 @@ def test_what_transformers_writes(tokenizer, template, add_generation_prompt):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))
-def test_what_grows_or_digs_without_end_is_refused(tokenizer, template):
+def test_what_grows_or_digs_without_end_is_refused(tokenizer, template, monkeypatch):
+    monkeypatch.setattr(templates, "MOST_SECONDS", 0.2)
     tokenizer.chat_template = template
     with pytest.raises(DataError, match="row 1: the tokenizer's chat template refuses this row"):
         templates.render_turns(WITH_TOOLS, tokenizer, "row 1", add_generation_prompt=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.config.fields import Strict
+from moemerge.config.settings import AUTO_HOLDOUT, AUTO_HOLDOUT_ROWS
 from moemerge.errors import DataError
 from moemerge.runtime.progress import counted
 from moemerge.text.reading import Rows
@@ -30,9 +31,6 @@ from moemerge.text.rows import (
 from moemerge.text.tokens import JOINED, RowText, answer_spans, mask_by_prefixes, tokenize
 
 Holdout = float | Literal["auto"]
-# The share that `auto` holds out, if a domain has at least this many rows.
-AUTO_HOLDOUT = 0.1
-AUTO_HOLDOUT_ROWS = 100
 
 
 @dataclass(frozen=True)
