@@ -192,8 +192,11 @@ def test_run_prints_every_repair(config, case, tmp_path):
     assert {repair.key for repair in REPAIRS} <= json.loads(
         (tmp_path / "r.json").read_text()
     ).keys()
-    # Each table ends with the folder, as that of the merge does.
-    assert result.stdout.count("\nfolder ") == 1 + len(REPAIRS)
+    # Each table names the folder that remains, as that of the merge does.
+    folders = [line.split()[1] for line in result.stdout.splitlines() if line[:7] == "folder "]
+    assert folders == [f"{tmp_path}/out"] * (1 + len(REPAIRS))
+    document = json.loads((tmp_path / "out/moemerge_report.json").read_text())
+    assert {document[repair.key]["output"] for repair in REPAIRS} == {f"{tmp_path}/out"}
     assert "6 of 8 experts kept" in result.stdout
 
 

@@ -292,7 +292,9 @@ def _run(
             words = {"label": label, "command": command}
             done.append(run_repair(requested.repair, request, progress, page, **words))
             model = request.out
-    return RunReport(replace(merged, output=str(out)), tuple(done))
+    # The folders of the merge and of all repairs but the last are removed.
+    repairs = tuple(replace(report, output=str(out)) for report in done)
+    return RunReport(replace(merged, output=str(out)), repairs)
 
 
 def _validate_repairs(loaded: LoadedConfig) -> None:

@@ -53,11 +53,14 @@ def output_files(
     # The parts of repairs that this one may follow are kept.
     keys = [repair.key for repair in REPAIRS]
     own = report.repair.key
-    before = ("merge", COMPOSITION, TUNING, *keys[: keys.index(own)])
+    repairs = keys[: keys.index(own)]
+    before = ("merge", COMPOSITION, TUNING, *repairs)
     parts = {**{name: earlier.get(name) for name in before}, own: report.to_json()}
-    if request.temporary and parts["merge"] is not None:  # the merge's folder will be removed
-        place = {**parts["merge"]["output"], "folder": report.output}
-        parts["merge"] = {**parts["merge"], "output": place}
+    if request.temporary:  # the folders of the merge and of earlier repairs will be removed
+        if parts["merge"] is not None:
+            place = {**parts["merge"]["output"], "folder": report.output}
+            parts["merge"] = {**parts["merge"], "output": place}
+        parts |= {n: {**earlier[n], "output": report.output} for n in repairs if n in earlier}
     card = _card(folder / CARD_NAME, earlier, report, config, flags if whole else None)
     return {
         CONFIG_NAME: config.encode(),
