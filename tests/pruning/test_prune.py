@@ -208,6 +208,16 @@ def test_a_repair_by_gradient_steps(base, data, tmp_path):
     zoo.assert_loads(tmp_path / "out")
 
 
+def test_a_refit_holds_out_rows_that_were_not_scored(base, data, tmp_path):
+    """Also of few rows: a λ that is chosen on none is the largest, which repairs least."""
+    options = {"data": data, "keep": 0.75, "measure": False, **CPU}
+    alone = moemerge.prune(base, tmp_path / "alone", **options)
+    done = moemerge.prune(base, tmp_path / "out", repair="refit", **options)
+    assert done.repair.not_held_out == ()
+    assert sum(done.repair.held_out_tokens.values()) > 0
+    assert sum(done.pruning.tokens.values()) < sum(alone.pruning.tokens.values())
+
+
 def test_a_killed_repair_is_resumed(base, data, tmp_path, monkeypatch):
     options = {"data": data, "repair": "refit", **CPU}
     moemerge.prune(base, tmp_path / "whole", **options)

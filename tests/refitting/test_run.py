@@ -10,6 +10,8 @@ import moemerge
 import zoo
 from calibration import cases as calibrating
 from moemerge.checkpoint import Checkpoint
+from moemerge.config.faults import parse_settings
+from moemerge.distilling.settings import DistillSettings
 from moemerge.errors import (
     ArchitectureError,
     ConfigError,
@@ -21,6 +23,7 @@ from moemerge.errors import (
 from moemerge.features import settings as streaming
 from moemerge.refitting import layer as fitting
 from moemerge.refitting import least_squares, loop
+from moemerge.refitting.settings import RefitSettings
 from refitting.cases import make_case
 from refitting.test_maths import SMALL, assert_sums_of_bfloat16_values
 
@@ -352,6 +355,12 @@ def test_names_text_and_weights_must_fit(case, tmp_path):
     with pytest.raises(DataError):
         case.refit(tmp_path / "out", data={**case.data, "code": empty})
     assert not (tmp_path / "out").exists()
+
+
+def test_auto_holds_out_a_tenth_of_few_rows():
+    for settings in (RefitSettings, DistillSettings):
+        for values in ({}, {"holdout": "auto"}):
+            assert parse_settings(settings, values, "settings").holdout == 0.1
 
 
 def test_text_too_short(case, tmp_path):

@@ -113,7 +113,10 @@ def prune(
         shared = {name: getattr(settings, name) for name in names}
         chosen = parse_settings(repair.settings, {**shared, **changes}, "settings of the repair")
         with temporary_sibling(out) as folder:
-            pruned = PRUNE.load_runner()(replace(request, out=folder / "pruned"), progress)
+            scored = request.settings.model_copy(update={"holdout": chosen.holdout})
+            pruned = PRUNE.load_runner()(
+                replace(request, out=folder / "pruned", settings=scored), progress
+            )
             done = run_repair(
                 repair,
                 replace(

@@ -9,7 +9,7 @@ from pydantic import Field
 from moemerge.config.faults import FaultsError
 from moemerge.config.fields import Fraction, PositiveInt
 from moemerge.config.repairs import Repair, RepairKeywords, RepairSettings
-from moemerge.config.settings import Share
+from moemerge.config.settings import AUTO_HOLDOUT_HELP, Share
 
 Curvature = Literal["full", "diagonal", "identity"]
 Objective = Literal["quadratic", "exact"]
@@ -48,8 +48,8 @@ class CalibrationSettings(RepairSettings):
     init: Init = Field("merged", description="router the solver starts from")
     holdout: Share = Field(
         "auto",
-        description="share of the rows kept out of every solve and measured separately (auto: a "
-        "tenth of a domain with 100 rows or more)",
+        description="share of the rows kept out of every solve and measured separately "
+        + AUTO_HOLDOUT_HELP,
     )
 
     @classmethod

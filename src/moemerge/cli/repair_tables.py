@@ -11,6 +11,7 @@ from rich.text import Text
 
 from moemerge.cli.render import NumberTable, facts, requantised
 from moemerge.cli.wording import in_flags
+from moemerge.config.settings import AUTO_HOLDOUT_ROWS
 from moemerge.report.words import Quantity, percent, with_error
 from moemerge.runtime.progress import counted
 
@@ -83,7 +84,9 @@ def held_out(report: RepairReport) -> list[tuple[str, str]]:
         rows.append((f"check {name}", f"loss {ends} ({change}{source}), unused by any fit"))
     if report.not_held_out:
         names = ", ".join(report.not_held_out)
-        rows.append(("not held out", f"{names}: every figure is of rows that were fitted"))
+        auto = report.settings.get("holdout") == "auto"
+        few = f" (holdout auto needs {AUTO_HOLDOUT_ROWS} rows or more)" if auto else ""
+        rows.append(("not held out", f"{names}: every figure is of rows that were fitted{few}"))
     return rows
 
 

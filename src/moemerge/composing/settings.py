@@ -15,7 +15,14 @@ from moemerge.config.fields import (
     PositiveInt,
     Strict,
 )
-from moemerge.config.settings import PUSH_TO_HUB, Flag, ForwardKeywords, ForwardSettings, Share
+from moemerge.config.settings import (
+    AUTO_HOLDOUT_HELP,
+    PUSH_TO_HUB,
+    Flag,
+    ForwardKeywords,
+    ForwardSettings,
+    Share,
+)
 
 GateMode = Literal["hidden", "cheap_embed", "random", "fit"]
 Prompts = tuple[Annotated[str, Field(strict=True)], ...]
@@ -55,7 +62,9 @@ class ComposeSettings(ForwardSettings):
 
     common = "overwrite seed push_to_hub"
 
-    holdout: Share = Field("auto", description="share of the rows that no router is fitted on")
+    holdout: Share = Field(
+        "auto", description=f"share of the rows that no router is fitted on {AUTO_HOLDOUT_HELP}"
+    )
     out_shard_size: str = Field("5GB", description="largest shard, such as 5GB or 500MB")
     overwrite: Flag = Field(False, description="replace OUT if it exists")
     push_to_hub: Name | None = PUSH_TO_HUB

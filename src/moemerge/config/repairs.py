@@ -19,6 +19,7 @@ from moemerge.config.faults import FaultsError, shown
 from moemerge.config.fields import DataFiles, ModelForm, Name, Strict, model_ref, read_by
 from moemerge.config.models import ModelRef
 from moemerge.config.settings import (
+    AUTO_HOLDOUT,
     GROUP,
     LAYERS,
     Flag,
@@ -41,6 +42,11 @@ class StepSettings(ForwardSettings):
 
     holdout: Share = Field("auto", description="share of the rows kept out of every fit")
     group: Name | None = GROUP
+
+
+def always_held_out(data: dict[str, Any]) -> dict[str, Any]:
+    """Resolve `auto` for a repair that needs held-out rows, however few rows there are."""
+    return {**data, "holdout": AUTO_HOLDOUT} if data.get("holdout") == "auto" else data
 
 
 class StepKeywords(ForwardKeywords, total=False):

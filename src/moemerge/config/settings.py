@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import (
     Annotated,
     Any,
+    Final,
     Literal,
     TypedDict,
     TypeVar,
@@ -49,6 +50,10 @@ LayersForm = LayerSelection | str | int | Sequence[str | int]
 LayersField = Annotated[LayerSelection, read_by(layer_selection, str | int | list[str | int])]
 ModelName = Annotated[str, read_by(lambda raw: str(model_ref(raw)), str)]
 Flag = Annotated[bool, Field(strict=True)]
+# The share that a holdout of `auto` keeps out, if a domain has at least this many rows.
+AUTO_HOLDOUT: Final = 0.1
+AUTO_HOLDOUT_ROWS: Final = 100
+AUTO_HOLDOUT_HELP: Final = "(auto: a tenth of a domain with 100 rows or more, otherwise none)"
 Share = Annotated[
     float | Literal["auto"],
     read_by(auto_or_share, Annotated[float, Field(ge=0, lt=1)] | Literal["auto"]),

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from moemerge.config.faults import FaultsError, shown
 from moemerge.config.fields import AutoOrPositive, PositiveInt, read_by
-from moemerge.config.repairs import Repair, RepairKeywords, RepairSettings
-from moemerge.config.settings import Flag, Share
+from moemerge.config.repairs import Repair, RepairKeywords, RepairSettings, always_held_out
+from moemerge.config.settings import AUTO_HOLDOUT, Flag, Share
 
 Only = Literal["routers", "experts", "attention"]
 OptimiserChoice = Literal["auto", "adamw", "adafactor"]
@@ -66,15 +66,16 @@ class DistillSettings(RepairSettings):
         "memory (default: with lora, or if memory is short)",
     )
     holdout: Share = Field(
-        0.1,
+        AUTO_HOLDOUT,
         description="share of the rows kept out of training: they choose the rate and the step "
-        "whose weights are kept",
+        "whose weights are kept (auto: a tenth)",
     )
     strict: Flag = Field(False, description="fail if the held-out divergence does not fall")
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Refuse `auto` without held-out rows, which choose the rate."""
+        data = always_held_out(data)
         if data.get("holdout") == 0 and data.get("learning_rate", "auto") == "auto":
             raise FaultsError.one(
                 "held-out rows choose the learning rate: give a holdout above 0, or a rate",

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from moemerge.config.faults import FaultsError, listed, shown
 from moemerge.config.fields import AutoOrPositive, LayerSelection, read_by
-from moemerge.config.repairs import Repair, RepairKeywords, RepairSettings
-from moemerge.config.settings import REQUANTIZE, Flag, LayersField, Requantize, Share
+from moemerge.config.repairs import Repair, RepairKeywords, RepairSettings, always_held_out
+from moemerge.config.settings import AUTO_HOLDOUT, REQUANTIZE, Flag, LayersField, Requantize, Share
 from moemerge.registry import did_you_mean
 
 Part = Literal["attention", "router", "experts", "head"]
@@ -62,9 +62,9 @@ class RefitSettings(RepairSettings):
         LayerSelection(), description="which decoder layers: all, last:4, 8-15 or 0,2,5-7"
     )
     holdout: Share = Field(
-        0.1,
+        AUTO_HOLDOUT,
         description="share of the rows kept out of every fit: they choose λ, and a map that loses "
-        "on them keeps its merged weights",
+        "on them keeps its merged weights (auto: a tenth)",
     )
     requantize: Requantize = REQUANTIZE
     strict: Flag = Field(
@@ -74,6 +74,7 @@ class RefitSettings(RepairSettings):
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Refuse to choose λ on held-out rows if there are none, and settings of other solvers."""
+        data = always_held_out(data)
         if data.get("solver") == "gradient" and data.get("requantize") == "same":
             raise FaultsError.one(
                 "solver gradient trains floats: leave requantize out, and quantise the result",
