@@ -84,6 +84,22 @@ def test_bad_configs_exit_2_with_every_problem(tmp_path, config):
     assert not (tmp_path / "out").exists()
 
 
+def test_missing_inputs_are_reported_with_other_problems(tmp_path, config):
+    text = config.read_text().replace("m1,", "gone,")
+    config.write_text(text)
+    refused(moemerge("validate", config), 3, "gone does not exist")  # alone: by what opens it
+    repair = f"refit: {{data: {{gone: {tmp_path}/none.jsonl, m2: {tmp_path}/none.txt}}}}\n"
+    config.write_text(text + repair)
+    words = ("3 problems", "line 4: models[0].model: the model folder", "line 6: refit.data.gone")
+    refused(moemerge("validate", config), 2, *words, "line 6: refit.data.m2")
+    # A model of the hub is not looked up, and text to be generated need not exist.
+    recipe = f"{{file: {tmp_path}/made.jsonl, prompts: org/prompts, verify: math}}"
+    repair = f"refit: {{data: {{gone: {recipe}, b: {recipe}}}}}\ndtyp: x\n"
+    config.write_text(text.replace(str(tmp_path / "m2"), "org/b") + repair)
+    result = moemerge("run", config, tmp_path / "out")
+    refused(result, 2, "2 problems", "gone does not exist", "line 7: dtyp")
+
+
 def test_lenient_warns_instead(tmp_path, config):
     config.write_text(config.read_text() + "normalize: true\n")
     for verb in ("validate", "run", "merge"):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moemerge import merging
+from moemerge.api.inputs import missing_inputs
 from moemerge.api.listing import method_schemas, wrapper_schemas
 from moemerge.checkpoint import check_output
 from moemerge.checkpoint.output import temporary_folder, temporary_sibling
@@ -47,7 +48,7 @@ def staged(
         return
     stages = read_stages(config)
     if len(stages) == 1:
-        yield check_config(stages[0].document, lenient=settings.lenient)
+        yield check_config(stages[0].document, lenient=settings.lenient, inputs=True)
         return
     alone("a config of several merges")
     if out is not None:
@@ -71,7 +72,8 @@ def _run(
     earlier = EarlierStages(f"{folder.resolve()}{os.sep}", ())
     for i, stage in enumerate(stages):
         document = stage.placed({name: earlier.prefix + name for name in stage.uses})
-        loaded = replace(check_config(document, lenient=settings.lenient), earlier=earlier)
+        loaded = check_config(document, lenient=settings.lenient, inputs=True)
+        loaded = replace(loaded, earlier=earlier)
         if i == len(stages) - 1:
             yield loaded
             return
@@ -95,17 +97,23 @@ def _write_placeholder(loaded: LoadedConfig, out: Path, settings: MergeSettings)
 
 
 def check_config(
-    document: Document, *, lenient: bool | None = None, coefficients: bool = True
+    document: Document,
+    *,
+    lenient: bool | None = None,
+    coefficients: bool = True,
+    inputs: bool = False,
 ) -> LoadedConfig:
     """Check a config that has been read, for all methods and wrappers.
 
-    `lenient` is None if the caller does not have this setting.
+    `lenient` is None if the caller does not have this setting. With `inputs`, missing models and
+    text files are reported with the other faults.
     """
     return check_document(
         replace(document, lenient=lenient),
         schemas=method_schemas(),
         wrappers=wrapper_schemas(),
         coefficients=coefficients,
+        inputs=missing_inputs if inputs else None,
     )
 
 

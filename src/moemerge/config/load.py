@@ -7,7 +7,7 @@ faults too; `lenient` turns exactly those into warnings and removes them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -141,14 +141,16 @@ def check_document(
     schemas: Mapping[str, MethodSchema],
     wrappers: Mapping[str, WrapperSchema] | None = None,
     coefficients: bool = True,
+    inputs: Callable[[RunConfig], Sequence[Fault]] | None = None,
 ) -> LoadedConfig:
     """Check a config that has been read; raise ConfigError with every fault.
 
     File and model paths are kept as written. If `coefficients` is False, the coefficients file is
-    not read.
+    not read. `inputs` returns faults of missing models and files. One alone is not reported here:
+    the code that opens it does.
     """
     require_kind(document, MERGE)
-    return _Check(document, schemas, wrappers or {}, read_files=coefficients).run()
+    return _Check(document, schemas, wrappers or {}, inputs, read_files=coefficients).run()
 
 
 @dataclass
@@ -156,6 +158,7 @@ class _Check:
     document: Document
     schemas: Mapping[str, MethodSchema]
     wrappers: Mapping[str, WrapperSchema]
+    inputs: Callable[[RunConfig], Sequence[Fault]] | None = None
     read_files: bool = True
     faults: list[Fault] = field(default_factory=list)
 
@@ -166,6 +169,9 @@ class _Check:
         config = validate(RunConfig, work, self._note_structure, fill={"merge_method": _NO_METHOD})
         if config is not None:
             later = self._check(config, work)
+            missing = () if self.inputs is None else self.inputs(config)
+            if self.faults or later or len(missing) > 1:
+                later += missing
             self.faults += [replace(p, path=work.original(p.path)) for p in later]
             document.judge(self.faults)
             ineffective = [p for p in later if p.ignorable]
