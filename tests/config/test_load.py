@@ -422,6 +422,13 @@ def test_lenient_takes_the_ineffective_out(load):
     assert dict(loaded.config.parameters) == {"weight": 0.5}
 
 
+def test_lenient_ignores_a_key_called_filter_and_no_more(load):
+    loaded = load(HEAD + "filter: 3\n", lenient=True)
+    assert [len(loaded.warnings), len(loaded.config.models)] == [1, 2]
+    loaded = load(HEAD.replace("{model: ./math", "{filter: mlp, model: ./math"), lenient=True)
+    assert [len(loaded.warnings), len(loaded.config.models)] == [1, 2]
+
+
 def test_lenient_never_forgives_real_errors(problems):
     for text, expected in WRONG:
         soft = (

@@ -176,8 +176,8 @@ class WorkingCopy:
                 self.removed.add(fault.path[:1])
                 continue
             target = self.existing(fault.path)
-            if target[-1:] == ("filter",):  # its value would count for everything without it
-                target = target[:-1]
+            if target[-1:] == ("filter",) and "value" in self._at(target[:-1]):
+                target = target[:-1]  # its value would count for everything without it
             if not target:
                 return False
             targets.add(target)
@@ -201,10 +201,14 @@ class WorkingCopy:
     def _indices(self, node: list[Any]) -> list[int]:
         return self._numbers.setdefault(id(node), list(range(len(node))))
 
-    def _delete(self, path: Path) -> None:
+    def _at(self, path: Path) -> Any:
         node: Any = self.data
-        for step in path[:-1]:
+        for step in path:
             node = node[step]
+        return node
+
+    def _delete(self, path: Path) -> None:
+        node = self._at(path[:-1])
         if isinstance(node, list) and isinstance(path[-1], int):
             del self._indices(node)[path[-1]]
         del node[path[-1]]
