@@ -1,9 +1,11 @@
 import os
+import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from moemerge.checkpoint.output import (
     OutputFolder,
@@ -11,6 +13,7 @@ from moemerge.checkpoint.output import (
     copy_file,
     require_space,
     temporary_sibling,
+    writing,
 )
 from moemerge.errors import CheckpointError, ResourceError
 
@@ -249,3 +252,17 @@ def test_runs_that_end_at_once_leave_one_whole_folder(tmp_path, overwrite):
             assert all(end == "done" or "exists" in end for end in ends), ends
             assert len({(out / name).read_text() for name in sorted(os.listdir(out))}) == 1
             assert os.listdir(out.parent) == ["out"]
+
+
+@pytest.mark.parametrize("most", [0, 100, 30_000])
+def test_a_state_that_does_not_fit_is_reported_as_such(tmp_path, most):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        with (
+            pytest.raises(CheckpointError, match=r"x cannot be written: .*\n  free some space"),
+            writing(tmp_path / "x"),
+        ):
+            torch.save({"weights": torch.zeros(20_000)}, tmp_path / "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

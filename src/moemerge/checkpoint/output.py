@@ -183,14 +183,29 @@ def temporary_folder(prefix: str, folder: Path | None) -> tempfile.TemporaryDire
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError into an error with a hint."""
+    """Turn an OSError, or that of torch.save, into an error with a hint."""
     try:
         yield
     except OSError as error:
         raise output_error(error, path) from error
+    except RuntimeError as error:
+        if not is_failed_save(error):
+            raise
+        raise output_error(error, path) from error
 
 
-def output_error(error: OSError, path: Path) -> MoeMergeError:
+def is_failed_save(error: Exception) -> bool:
+    """Return whether torch.save could not write a file. It does not say why."""
+    text = str(error)
+    return "inline_container" in text and "Reader" not in text
+
+
+def output_error(error: OSError | RuntimeError, path: Path) -> MoeMergeError:
+    if not isinstance(error, OSError):
+        return CheckpointError(
+            f"{path} cannot be written: torch wrote a part of a file",
+            hint=_ADVICE[errno.ENOSPC],
+        )
     return CheckpointError(
         f"{path} cannot be written: {error.strerror or error}",
         hint=_ADVICE.get(error.errno or 0, "check the disk, or choose another output folder"),

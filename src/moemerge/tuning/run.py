@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from moemerge.checkpoint.output import output_error
+from moemerge.checkpoint.output import is_failed_save, output_error
 from moemerge.checkpoint.reader import as_ref
 from moemerge.errors import (
     ArchitectureError,
@@ -103,6 +103,8 @@ def _train(
     except OSError as error:
         raise output_error(error, folder) from error
     except UNABLE as error:
+        if isinstance(error, RuntimeError) and is_failed_save(error):
+            raise output_error(error, folder) from error
         if is_out_of_memory(error):
             raise ResourceError(
                 f"{job.device} has too little memory to train with {job.micro_batch} rows at once",
