@@ -2,6 +2,7 @@
 
 import json
 import math
+import tempfile
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from moemerge.architectures.config_values import (
     TYPES_FILE,
 )
 from moemerge.architectures.opened import open_model
-from moemerge.errors import ArchitectureError
+from moemerge.errors import ArchitectureError, ResourceError
 from moemerge.features.known_configs import (
     UnreadableConfigError,
     fill_config,
@@ -91,3 +92,9 @@ def test_no_model_is_built_from_a_config_that_contradicts_its_tensors(zoo_folder
     monkeypatch.setattr(checkpoint, "config", {**checkpoint.config, "num_experts_per_tok": 99})
     with pytest.raises(ArchitectureError, match="each token goes to 99 experts"):
         build_skeleton(checkpoint, torch.float32)
+
+
+def test_a_missing_folder_for_temporary_files_is_not_blamed_on_the_config(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(ResourceError, match=r"temporary file cannot be written: .*gone"):
+        fill_config({"model_type": "olmoe"})

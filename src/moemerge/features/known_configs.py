@@ -14,7 +14,7 @@ from typing import Any
 from moemerge.architectures.config_check import check_config, check_model_config
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.rules import CONFIG_HINT
-from moemerge.errors import ArchitectureError
+from moemerge.errors import ArchitectureError, ResourceError
 
 
 class UnreadableConfigError(ArchitectureError):
@@ -38,6 +38,11 @@ def fill_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
             filled = CONFIG_MAPPING[kind].from_pretrained(folder).to_dict()
         made: dict[str, Any] = json.loads(json.dumps(filled, default=str))  # keys become strings
     except Exception as error:  # config classes document no exceptions
+        if isinstance(error, OSError) and error.errno is not None:  # not one of transformers
+            raise ResourceError(
+                f"a temporary file cannot be written: {error}",
+                hint="free some space there, or set TMPDIR to another folder",
+            ) from error
         reason = " ".join(str(error).split())[:300]
         raise UnreadableConfigError(
             f"transformers cannot read it: {type(error).__name__}: {reason}", hint=CONFIG_HINT
