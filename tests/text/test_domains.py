@@ -230,7 +230,7 @@ def test_keys_that_would_reach_the_terminal_are_refused(tmp_path, name, key):
 def test_a_longest_input_that_is_no_number_is_refused(tmp_path):
     path = zoo.tiny_tokenizer(tmp_path) / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": "x"}))
-    with pytest.raises(TokenizerError, match="model_max_length of tokenizer_config.json is 'x'"):
+    with pytest.raises(TokenizerError, match=r"model_max_length of .* is 'x'"):
         load_tokenizer(tmp_path)
 
 
