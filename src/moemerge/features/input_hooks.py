@@ -315,7 +315,7 @@ class UnitMap:
                         raise ArchitectureError(
                             f"{self._checkpoint.label}: {parameter} holds experts of "
                             f"{self._architecture.model_type} in a form whose inputs cannot be "
-                            "separated by expert, so they have no statistics",
+                            "separated by expert",
                             hint="merge this family with a method that needs no statistics",
                         )
 

@@ -125,9 +125,7 @@ def _require_experts(units: UnitMap, hooks: InputHooks) -> None:
         units.require_experts(hooks)
     except ArchitectureError as error:
         raise ArchitectureError(
-            error.message.replace(
-                "so there are no statistics of them", "so they cannot be refitted"
-            ),
+            f"{error.message}, so they cannot be refitted",
             hint='`parts="router,attention"` refits what can be',
         ) from None
 
