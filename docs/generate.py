@@ -451,12 +451,6 @@ def pruned_repairs() -> str:
     return markdown((f"kept of {record['experts']}", *titles), rows)
 
 
-PRUNED = {
-    "pruned": ("reap", "none"),
-    "refit": ("reap", "refit"),
-    "refit by gradient steps": ("reap", "gradient"),
-    "fine-tuned": ("reap", "tune"),
-}
 PRUNED_SEEDS = {
     "original": "specialists(math,code)",
     "pruned": "",
@@ -514,31 +508,22 @@ def pruned_seeds() -> str:
     return markdown(("", *columns), rows)
 
 
-def _solved(row: dict[str, Any]) -> int:
-    return int(row["solved"])
+def chosen_experts() -> str:
+    """Return what pruned specialists solve before and after a refit, by the choice of experts."""
+    record = recorded("selection")
+    columns: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in record["measured"]:
+        columns.setdefault((row["domain"], row["kept"]), []).append(row)
 
+    def cell(row: dict[str, Any]) -> str:
+        solved = (row["pruned_solved"], row["repaired_solved"])
+        return ", ".join(f"{100 * count / record['problems']:.1f}" for count in solved)
 
-def pruned_compared() -> str:
-    """Return what repairs of pruned specialists solve, of their own and of the other domain."""
-    record = recorded("prune")
-    measured = {
-        (row["domain"], row["kept"], row["score"], row["repair"]): row
-        for row in record["measured"]
-        if row["draw"] == 0 and row["rows"] == record["rows"]
-    }
-
-    for key in [key for key in measured if key[-1].startswith("tune")]:
-        best = (*key[:-1], "tune")  # of several learning rates
-        measured[best] = max(measured.get(best, measured[key]), measured[key], key=_solved)
-
-    def cell(*key: object) -> str:
-        row = measured.get(key, {})
-        shares = (row.get(what) for what in ("solved", "elsewhere"))
-        return ", ".join(f"{100 * n / record['problems']:.1f}" for n in shares if n is not None)
-
-    columns = [(domain, kept) for domain in ("math", "code") for kept in (16, 12)]
-    rows = [(title, *(cell(*at, *kind) for at in columns)) for title, kind in PRUNED.items()]
-    return markdown(("", *(f"{domain}, {kept} of 24" for domain, kept in columns)), rows)
+    rows = [
+        (title, *(cell(next(r for r in own if r["candidate"] == name)) for own in columns.values()))
+        for title, name in (("`reap`", "reap"), ("greedy by the loss", "greedy"))
+    ]
+    return markdown(("choice", *(f"{domain}, {kept} of 24" for domain, kept in columns)), rows)
 
 
 def rounded_repairs() -> str:
@@ -1039,7 +1024,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "method-times": method_times,
     "prune-seeds": pruned_seeds,
     "prune": pruned_repairs,
-    "prune-compared": pruned_compared,
+    "prune-chosen": chosen_experts,
     "rounding": rounded_repairs,
     "distill-testbed": distilled_testbed,
     "distill-seeds": distilled_seeds,
