@@ -203,8 +203,13 @@ def run(case: Case, corpus: Path, folder: Path, limit: float = TIME_LIMIT) -> Re
         before, inputs = tree(folder), contents(folder)
         ended = command(arguments, folder, folder.with_suffix(".log"), limit)
         outcome = judge(ended, before, folder, arguments)
+        # A file that is named once, with --overwrite, is the output and not an input.
+        replaced = {name for name in inputs if list(arguments).count(name) == 1}
         changed = sorted(
-            name for name, data in inputs.items() if contents(folder, name).get(name) != data
+            name
+            for name, data in inputs.items()
+            if contents(folder, name).get(name) != data
+            and not ("--overwrite" in arguments and name in replaced)
         )
         if changed and outcome in ("accepted", "refused"):
             outcome = f"changed an input: {changed[0]}"
