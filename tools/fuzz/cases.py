@@ -195,21 +195,27 @@ class Result:
         return self.outcome not in ("accepted", "refused")
 
 
+def _is_only_output(folder: Path, name: str, arguments: Sequence[str]) -> bool:
+    """Return whether a file may be replaced: it is OUT, and no argument names it as an input."""
+    if "--overwrite" not in arguments or arguments[2:3] != [name]:
+        return False
+    others = (folder / (one.partition("=")[2] or one) for one in (*arguments[:2], *arguments[3:]))
+    return not any(os.path.exists(one) and os.path.samefile(one, folder / name) for one in others)
+
+
 def run(case: Case, corpus: Path, folder: Path, limit: float = TIME_LIMIT) -> Result:
     """Run a case in `folder` and remove the folder."""
     try:
         arguments = case.prepare(corpus, folder)
         (folder / "tmp").mkdir(exist_ok=True)
         before, inputs = tree(folder), contents(folder)
+        replaceable = [name for name in inputs if _is_only_output(folder, name, arguments)]
         ended = command(arguments, folder, folder.with_suffix(".log"), limit)
         outcome = judge(ended, before, folder, arguments)
-        # A file that is named once, with --overwrite, is the output and not an input.
-        replaced = {name for name in inputs if list(arguments).count(name) == 1}
         changed = sorted(
             name
             for name, data in inputs.items()
-            if contents(folder, name).get(name) != data
-            and not ("--overwrite" in arguments and name in replaced)
+            if contents(folder, name).get(name) != data and name not in replaceable
         )
         if changed and outcome in ("accepted", "refused"):
             outcome = f"changed an input: {changed[0]}"
