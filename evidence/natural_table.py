@@ -1,7 +1,8 @@
 """Merge and repair a set of `evidence.natural`, and measure unseen packages.
 
 `python -m evidence natural-table SET REGIME OUT MODEL...` A MODEL is a merge method followed by
-repairs, such as `linear+refit+distill`; `gradient` is refit by gradient steps. A repair that ends
+repairs, such as `linear+refit+distill`; `gradient` is refit by gradient steps, `averaged` takes
+the routers of `linear`, and `tuned` trains on the next-token loss alone. A repair that ends
 in `-base` has the base as a source too, on general text. Settings of a repair follow it, as in
 `linear+distill:steps=30:learning_rate=0.001`. `python@0.75` is a specialist with three quarters of
 its experts; its repairs have the specialist as their source, and with `-base` on general text too.
@@ -47,6 +48,7 @@ CALIBRATIONS: Mapping[str, Mapping[str, Any]] = {
     "exact": {"objective": "exact", "targets": "source-features"},
 }
 DIAGNOSE = "diagnose"
+SOLVED = ("layer", "status", "iterations", "seconds")  # recorded of a calibration's layers
 DISTILLED = ("learning_rate", "tried_rates", "kept_step", "held_out")  # recorded of its report
 BATCH = 64  # test rows of a forward pass
 
@@ -97,7 +99,7 @@ class SetOfModels:
         return config
 
     def _repair(self, start: str, repair: str, out: Path) -> dict[str, Any]:
-        """Repair a model; return what is recorded of a distillation."""
+        """Repair a model; return what is recorded of a calibration or a distillation."""
         repair, *options = repair.split(":")
         settings = {key: json.loads(value) for key, value in (o.split("=") for o in options)}
         kind, _, with_base = repair.partition("-")
@@ -109,13 +111,19 @@ class SetOfModels:
             common["sources"][BASE] = self.path(specialist if pruned else BASE)
             common["data"][BASE] = self.text("general")
         model = self.path(start)
-        if kind in CALIBRATIONS:
-            moemerge.calibrate(model, out, **common, **CALIBRATIONS[kind], **settings)
+        if kind == "averaged":
+            moemerge.swap_routers(model, self.path("linear"), out)
+        elif kind in CALIBRATIONS:
+            solved = moemerge.calibrate(model, out, **common, **CALIBRATIONS[kind], **settings)
+            layers = solved.to_json()["layers"]
+            return {"layers": [{key: layer[key] for key in SOLVED} for layer in layers]}
         elif kind == "refit":
             moemerge.refit(model, out, **common, **settings)
         elif kind == "gradient":
             moemerge.refit(model, out, **common, solver="gradient", **settings)
         else:
+            if kind == "tuned":
+                settings["next_token"] = 1.0
             report = moemerge.distill(model, out, **common, **settings).to_json()
             return {"distilled": {key: report[key] for key in DISTILLED}}
         return {}
