@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from evidence.methods import EVERY  # noqa: E402
 from evidence.natural_table import Repaired, repaired_models  # noqa: E402
 from moemerge.diagnosis.results import Swap  # noqa: E402
 from moemerge.diagnosis.verdict import WORTH, won_back  # noqa: E402
-from moemerge.evaluation.significance import paired_t  # noqa: E402
+from moemerge.evaluation.significance import PairedTest, paired_t  # noqa: E402
 from tools import scale  # noqa: E402
 
 PAGES = (
@@ -224,10 +223,20 @@ UNSEEN_KINDS = {
 
 
 @cache
-def unseen_lines(name: str, regime: str) -> list[dict[str, Any]]:
+def natural_lines() -> list[dict[str, Any]]:
     with lzma.open(DATA / "natural.jsonl.xz", "rt", encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
-    return [line for line in lines if (line["set"], line["regime"]) == (name, regime)]
+        return [json.loads(line) for line in file]
+
+
+def natural_sets() -> list[tuple[str, str]]:
+    """Return the sets and regimes that were measured with the final commands."""
+    found = dict.fromkeys((line["set"], line["regime"]) for line in natural_lines())
+    return [key for key in found if not key[0].startswith("earlier")]
+
+
+@cache
+def unseen_lines(name: str, regime: str) -> list[dict[str, Any]]:
+    return [line for line in natural_lines() if (line["set"], line["regime"]) == (name, regime)]
 
 
 @cache
@@ -236,19 +245,37 @@ def unseen(name: str, regime: str) -> dict[str, Repaired]:
     return {row.model: row for row in repaired_models(unseen_lines(name, regime))}
 
 
+def diagnosed() -> list[tuple[dict[str, Any], dict[str, Repaired]]]:
+    """Return every diagnosed merge of natural-text models: the diagnosis, and the repairs."""
+    found = []
+    for name, regime in natural_sets():
+        for line in unseen_lines(name, regime):
+            merge, _, kind = line["model"].partition("+")
+            if kind == "diagnose":
+                repairs: dict[str, Repaired] = {}
+                for row in unseen(name, regime).values():
+                    start, _, repair = row.model.partition("+")
+                    if start == merge:
+                        repairs.setdefault(without_options(repair), row)
+                found.append((line["diagnosis"], repairs))
+    return found
+
+
+def without_options(repair: str) -> str:
+    return re.sub(f"{BY_PACKAGE}|:limit=[0-9]+", "", repair)
+
+
 def natural_points() -> list[prediction.Point]:
     """Return what HARC and refit close, for every merge of natural-text models with its KL."""
     points = []
-    for name, (regime, merge) in product(UNSEEN_SETS, UNSEEN_MERGES.values()):
-        for line in unseen_lines(name, regime):
-            if line["model"] == f"{merge}+diagnose":
-                totals = line["diagnosis"]["totals"]
-                kl = statistics.fmean(one["kl"] for one in totals if one["model"] == "model")
-                points += [
-                    prediction.Point(repair, kl, unseen(name, regime)[model].closed)
-                    for repair in prediction.TITLES
-                    if (model := f"{merge}+{repair}") in unseen(name, regime)
-                ]
+    for diagnosis, repairs in diagnosed():
+        totals = diagnosis["totals"]
+        kl = statistics.fmean(one["kl"] for one in totals if one["model"] == "model")
+        points += [
+            prediction.Point(repair, kl, repairs[repair].closed)
+            for repair in prediction.TITLES
+            if repair in repairs
+        ]
     return points
 
 
@@ -285,12 +312,10 @@ def swapped() -> str:
     """Return what swapped routers win back and HARC closes, in fitted and in other merges."""
     found = swaps.read(DATA / "swaps.jsonl")
     natural = []
-    for name, (regime, merge) in product(UNSEEN_SETS, UNSEEN_MERGES.values()):
-        for line in unseen_lines(name, regime):
-            harc = unseen(name, regime).get(f"{merge}+harc")
-            if line["model"] == f"{merge}+diagnose" and harc is not None:
-                won = won_back([Swap(**one) for one in line["diagnosis"]["swaps"]])
-                natural.append(swaps.Swapped(3, won or 0.0, harc.closed))
+    for diagnosis, repairs in diagnosed():
+        if "harc" in repairs:
+            won = won_back([Swap(**one) for one in diagnosis["swaps"]])
+            natural.append(swaps.Swapped(3, won or 0.0, repairs["harc"].closed))
     kinds = {
         "two synthetic specialists": [one for one in found if one.sources == 2],
         "three": [one for one in found if one.sources == 3],
@@ -303,17 +328,22 @@ def swapped() -> str:
             if group:
                 shares = ([100 * getattr(one, n) for one in group] for n in ("won_back", "closed"))
                 rows.append((f"{title}, {part}", str(len(group)), *map(spread, shares)))
-    return markdown(("won back by swapped routers", "merges", "won back", "HARC closed"), rows)
+    merges = markdown(("won back by swapped routers", "merges", "won back", "HARC closed"), rows)
+    shares = [[getattr(one, name) for one in natural] for name in ("won_back", "closed")]
+    error = statistics.fmean(abs(won - closed) for won, closed in zip(*shares, strict=True))
+    test = (f"{statistics.correlation(*shares):.2f}", f"{100 * error:.1f} points")
+    headings = ("on natural text, none fitted", "correlation", "mean absolute error")
+    return f"{merges}\n\n{markdown(headings, [('HARC closes what swaps win back', *test)])}"
 
 
 def unseen_closed(regime: str, repair: str) -> list[float]:
     """Return the percentages of the gap that a repair closes, over all sets and merges."""
     kinds = UNSEEN_KINDS.get(repair, set())
     found = []
-    for name in (*UNSEEN_SETS, "q0", "s3"):
+    for name in dict.fromkeys(one for one, _ in natural_sets()):
         for row in unseen(name, regime).values():
-            merge, _, repairs = re.sub(f"{BY_PACKAGE}|:limit=[0-9]+", "", row.model).partition("+")
-            if "@" not in merge and repairs in kinds:
+            merge, _, repairs = row.model.partition("+")
+            if "@" not in merge and without_options(repairs) in kinds:
                 found.append(100 * row.closed)
     return found
 
@@ -345,11 +375,9 @@ def natural_seeds() -> str:
 
 # Rows of text of each domain, and repairs of the Qwen3-MoE set.
 QWEN3_REPAIRS = {
-    "HARC, 280 rows": "harc:limit=280",
     "refit, 280 rows": f"refit{BY_PACKAGE}:limit=280",
     "refit, 1,200 rows": f"refit{BY_PACKAGE}",
     "gradient refit, 280 rows": f"gradient{BY_PACKAGE}:limit=280",
-    "gradient refit, 600 rows": f"gradient{BY_PACKAGE}:limit=600",
     "distill with the base, 280 rows": f"distill-base{BY_PACKAGE}:limit=280",
     "refit, then distill with the base, 280 rows": (
         f"refit{BY_PACKAGE}:limit=280+distill-base{BY_PACKAGE}:limit=280"
@@ -375,7 +403,20 @@ def natural_qwen3() -> str:
     return markdown(("repair", "average, mild", "average, strong"), rows)
 
 
-# Merges of another OLMoE set, and specialists without some of their experts: regime and model.
+# Merges of a second Qwen3-MoE set; merges of another OLMoE set, and specialists without some of
+# their experts: regime and model.
+QWEN3_MERGES = {
+    "average": ("strong", "linear"),
+    "TIES": ("strong", "ties"),
+    "DARE-TIES": ("strong", "dare_ties"),
+}
+QWEN3_MERGES_REPAIRS = {
+    "averaged routers": "averaged",
+    "HARC": "harc:limit=280",
+    "exact": "exact:limit=280",
+    "refit": f"refit{BY_PACKAGE}:limit=280",
+    "fine-tuning with the base": f"tuned-base{BY_PACKAGE}:limit=280",
+}
 FURTHER_MERGES = {
     "WUDI": ("mild", "wudi"),
     "RegMean": ("mild", "regmean"),
@@ -404,51 +445,34 @@ PRUNED_NATURAL_REPAIRS = {
 
 
 def further_natural(
-    models: dict[str, tuple[str, str]], repairs: dict[str, str], first: str, loss: str
+    name: str, models: dict[str, tuple[str, str]], repairs: dict[str, str], first: str, loss: str
 ) -> str:
-    """Return the gap of each model of the set s3, and the share that repairs close."""
-    columns = [(unseen("s3", regime), model) for regime, model in models.values()]
+    """Return the gap of each model of a set, and the share that repairs close."""
+    columns = [(unseen(name, regime), model) for regime, model in models.values()]
     rows = [(loss, *(f"{measured[model].gap:.3f}" for measured, model in columns))]
     for title, repair in repairs.items():
         cells = []
         for measured, model in columns:
             row = measured.get(f"{model}+{repair}")
-            cells.append(f"{100 * row.closed:.0f} ± {100 * row.error:.0f} %" if row else "")
+            cell = f"{100 * row.closed:.0f} ± {100 * row.error:.0f} %" if row else ""
+            cells.append(cell.replace("-", "−"))
         rows.append((title, *cells))
     return markdown((first, *models), rows)
 
 
+def natural_qwen3_merges() -> str:
+    first, loss = "gap closed by", "gap to the specialists, nats"
+    return further_natural("q1", QWEN3_MERGES, QWEN3_MERGES_REPAIRS, first, loss)
+
+
 def natural_merges() -> str:
     first, loss = "gap closed by", "gap to the specialists, nats"
-    return further_natural(FURTHER_MERGES, FURTHER_REPAIRS, first, loss)
+    return further_natural("s3", FURTHER_MERGES, FURTHER_REPAIRS, first, loss)
 
 
 def natural_pruned() -> str:
     first, loss = "loss won back by", "loss added, nats"
-    return further_natural(PRUNED_NATURAL, PRUNED_NATURAL_REPAIRS, first, loss)
-
-
-def pruned_repairs() -> str:
-    """Return the accuracy of specialists pruned by `reap`, before and after each repair."""
-    record = recorded("prune")
-    solved = {
-        (row["domain"], row["kept"], row["repair"]): row["solved"]
-        for row in record["measured"]
-        if row["score"] == "reap" and row["rows"] == record["rows"]
-    }
-
-    def cell(*key: object) -> str:
-        return f"{100 * solved[key] / record['problems']:.1f}" if key in solved else ""
-
-    repairs = {"pruned": "none", "refit": "refit"}
-    columns = [(domain, title) for domain in ("math", "code") for title in repairs]
-    counts = sorted({row["kept"] for row in record["measured"]}, reverse=True)
-    rows = [
-        (str(kept), *(cell(domain, kept, repairs[title]) for domain, title in columns))
-        for kept in counts
-    ]
-    titles = (f"{domain}: {title}" for domain, title in columns)
-    return markdown((f"kept of {record['experts']}", *titles), rows)
+    return further_natural("s3", PRUNED_NATURAL, PRUNED_NATURAL_REPAIRS, first, loss)
 
 
 PRUNED_SEEDS = {
@@ -463,49 +487,88 @@ PRUNED_SEEDS = {
 }
 
 
-def pruned_seeds() -> str:
-    """Return the mean accuracy of specialists without a third of their experts, by repair."""
+# Architecture and regime by heading.
+PRUNED_COLUMNS = {
+    f"{title}, {regime}": (arch, regime)
+    for arch, title in (("olmoe", "OLMoE"), ("qwen3_moe", "Qwen3-MoE"))
+    for regime in ("soft", "plain")
+}
+THIRD, SHARES = 0.667, {"a quarter": 0.75, "half": 0.5, "two thirds": 0.333}  # kept, by removed
+SCORES = ("reap", "norm", "similarity", "frequency")
+
+
+@cache
+def pruned_cells() -> dict[tuple[str, str, str], dict[int, dict[str, Any]]]:
+    """Return the recorded cells by architecture, regime and name, each by seed."""
     cells: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
     with lzma.open(DATA / "prune-seeds.jsonl.xz", "rt", encoding="utf-8") as lines:
         for line in map(json.loads, lines):
             key = line["set"]
             at = (key["arch"], key["regime"], line["cell"])
             cells.setdefault(at, {})[key["seed"]] = line
-    columns = {
-        f"{title}, {regime}": (arch, regime)
-        for arch, title in (("olmoe", "OLMoE"), ("qwen3_moe", "Qwen3-MoE"))
-        for regime in ("soft", "plain")
-    }
+    return cells
 
-    def solved(line: dict[str, Any], part: str) -> float:
-        return 100 * statistics.fmean(one["accuracy"] for one in line[part].values())
 
-    def name(repair: str) -> str:
-        start = PRUNED_SEEDS["original"]
-        return repair if repair == start else f"{start} pruned[keep=0.667] {repair}".strip()
+def pruned_name(keep: float, repair: str = "", score: str = "reap") -> str:
+    """Return the name of the cell of pruned specialists."""
+    words = f"keep={keep:g}" if score == "reap" else f"keep={keep:g},score={score}"
+    return f"{PRUNED_SEEDS['original']} pruned[{words}] {repair}".strip()
 
+
+def solved(line: dict[str, Any], part: str = "domains") -> float:
+    return 100 * statistics.fmean(one["accuracy"] for one in line[part].values())
+
+
+def pruned_row(name: str, *, chat: bool = False) -> list[str]:
+    """Return the mean accuracy of a cell in every column, and of `chat` in brackets."""
+    texts = []
+    for at in PRUNED_COLUMNS.values():
+        found = list(pruned_cells().get((*at, name), {}).values())
+        text = f"{statistics.fmean(map(solved, found)):.1f}" if found else ""
+        if found and chat and "untouched" in found[0]:
+            text += f" ({statistics.fmean(solved(line, 'untouched') for line in found):.0f})"
+        texts.append(text)
+    return texts
+
+
+def paired_with_tuned(keep: float) -> list[PairedTest]:
+    """Return how refit differs from fine-tuning in every column, paired over seeds."""
+    tests = []
+    for at in PRUNED_COLUMNS.values():
+        names = (pruned_name(keep, repair) for repair in ("refitted", "tuned"))
+        refit, tuned = (pruned_cells()[*at, name] for name in names)
+        pairs = [(solved(tuned[seed]), solved(refit[seed])) for seed in tuned]
+        tests.append(paired_t(*zip(*pairs, strict=True)))
+    return tests
+
+
+def pruned_seeds() -> str:
+    """Return the mean accuracy of specialists without a third of their experts, by repair."""
     rows = []
     for title, repair in PRUNED_SEEDS.items():
-        texts = []
-        for at in columns.values():
-            found = list(cells.get((*at, name(repair)), {}).values())
-            if not found:
-                texts.append("")
-                continue
-            text = f"{statistics.fmean(solved(line, 'domains') for line in found):.1f}"
-            if "untouched" in found[0]:
-                chat = statistics.fmean(solved(line, "untouched") for line in found)
-                text += f" ({chat:.0f})"
-            texts.append(text)
-        rows.append((title, *texts))
-    gains = []
-    for at in columns.values():
-        refit, tuned = (cells[*at, name(repair)] for repair in ("refitted", "tuned"))
-        pairs = [(solved(tuned[s], "domains"), solved(refit[s], "domains")) for s in tuned]
-        test = paired_t(*zip(*pairs, strict=True))
-        gains.append(f"{test.difference.value:+.1f} ({test.wins} of {len(pairs)})")
-    rows.append(("`refit` against fine-tuning (seeds won)", *gains))
-    return markdown(("", *columns), rows)
+        name = repair if repair == PRUNED_SEEDS["original"] else pruned_name(THIRD, repair)
+        rows.append([title, *pruned_row(name, chat=True)])
+    tests = paired_with_tuned(THIRD)
+    gains = (f"{t.difference.value:+.1f} ({t.wins} of {t.wins + t.losses})" for t in tests)
+    rows.append(["`refit` against fine-tuning (seeds won)", *gains])
+    return markdown(("", *PRUNED_COLUMNS), rows)
+
+
+def pruned_shares() -> str:
+    """Return the accuracies by the share of removed experts: pruned, fine-tuned, refitted."""
+    rows = []
+    for share, keep in SHARES.items():
+        solved = [pruned_row(pruned_name(keep, repair)) for repair in ("", "tuned", "refitted")]
+        wins = (test.wins for test in paired_with_tuned(keep))
+        cells = (f"{', '.join(own)} ({won})" for *own, won in zip(*solved, wins, strict=True))
+        rows.append((share, *cells))
+    return markdown(("removed", *PRUNED_COLUMNS), rows)
+
+
+def pruned_scores() -> str:
+    """Return the accuracies without a third of the experts, by the score that chose them."""
+    rows = [(f"`{score}`", *pruned_row(pruned_name(THIRD, score=score))) for score in SCORES]
+    return markdown(("score", *PRUNED_COLUMNS), rows)
 
 
 def chosen_experts() -> str:
@@ -1012,6 +1075,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "natural-qwen3": natural_qwen3,
     "natural-seeds": natural_seeds,
+    "natural-qwen3-merges": natural_qwen3_merges,
     "natural-merges": natural_merges,
     "natural-pruned": natural_pruned,
     "swapped": swapped,
@@ -1023,7 +1087,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "choices": choices,
     "method-times": method_times,
     "prune-seeds": pruned_seeds,
-    "prune": pruned_repairs,
+    "prune-shares": pruned_shares,
+    "prune-scores": pruned_scores,
     "prune-chosen": chosen_experts,
     "rounding": rounded_repairs,
     "distill-testbed": distilled_testbed,
