@@ -1,4 +1,4 @@
-"""Run in the confined process: drop all rights, then call the function.
+"""Run in the confined process: drop all rights, then call a function, such as the last one here.
 
 `process` starts it as `python -c`, with its orders as JSON in the first argument, the request on
 stdin, and stdout for the answer. It imports as little of the standard library as possible.
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from moemerge.verification.sandbox import namespaces, system
+from moemerge.verification.sandbox import system
 
 READY = b"ready\n"  # the first line of an answer: the confinement is complete
 
@@ -29,7 +29,7 @@ def main() -> None:
     limits = orders["limits"]
     if orders["how"] == "namespaces":
         room, seconds = limits["file_bytes"], limits["wall_seconds"]
-        namespaces.enter(orders["readable"], orders["folder"], room, seconds)
+        system.enter_namespaces(orders["readable"], orders["folder"], room, seconds)
     else:
         os.chdir(orders["folder"])
     answer = _channel()
@@ -80,11 +80,46 @@ def _limit(limits: dict[str, Any], *, own_users: bool) -> None:
 def _give_up_rights(orders: dict[str, Any]) -> None:
     system.gain_no_privileges()
     if orders["how"] == "landlock":
-        readable = [*orders["readable"], *namespaces.DEVICES]
+        readable = [*orders["readable"], *system.DEVICES]
         system.confine_files(readable, [orders["folder"], os.devnull])
     system.drop_capabilities()
     system.prctl(system.PR_SET_DUMPABLE, 0)
     if system.has_filters():
-        # A kernel without filters is accepted: `probe` finds out what is still protected.
+        # A kernel without filters is accepted: `try_everything` finds out what is still protected.
         with contextlib.suppress(OSError):
             system.filter_calls(own_files=orders["how"] == "namespaces")
+
+
+def try_everything(request: bytes, answer: Callable[[bytes], None]) -> None:
+    """Find out by trying what this process can do: answer which forbidden actions are refused."""
+    import socket  # only here: every other start is faster without it
+
+    outside = json.loads(request)
+    tries: dict[str, Callable[[], object]] = {
+        "network": lambda: socket.create_connection(("127.0.0.1", outside["port"]), 1).close(),
+        "signals": lambda: os.kill(outside["pid"], 0),
+        "processes": _fork,
+        "reading": lambda: open(outside["file"]).close(),
+    }
+    answer(json.dumps({name: _refused(attempt) for name, attempt in tries.items()}).encode())
+    # The caller checks whether the file outside was changed.
+    with contextlib.suppress(OSError), open(outside["file"], "w"):
+        pass
+    with contextlib.suppress(OSError):
+        os.chmod(outside["file"], 0o400)
+
+
+def _refused(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except OSError:
+        return True
+    return False
+
+
+def _fork() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, 0)

@@ -23,7 +23,7 @@ from typing import Final
 
 from moemerge.errors import ResourceError
 from moemerge.verification.sandbox.inside import READY
-from moemerge.verification.sandbox.namespaces import HOME
+from moemerge.verification.sandbox.system import HOME
 
 GIB = 2**30
 MIB = 2**20

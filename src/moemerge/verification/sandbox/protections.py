@@ -83,7 +83,7 @@ def protections(sandbox: Sandbox) -> Protections:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         outside = {"port": listener.getsockname()[1], "pid": os.getpid(), "file": file.name}
-        function = f"{__package__}.probe:try_everything"
+        function = f"{__package__}.inside:try_everything"
         outcome = sandbox.run(function, json.dumps(outside).encode())
         after = os.stat(file.name).st_mode, Path(file.name).read_text()
         untouched = after == (mode, "kept")
