@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 
 import pytest
@@ -71,17 +72,26 @@ def _mkldnn():
 
 @pytest.fixture(scope="session")
 def zoo_folder(tmp_path_factory):
-    """`zoo_folder("olmoe", seed=1, fused=True)`: a family's tiny checkpoint; read it only."""
+    """`zoo_folder("olmoe", seed=1, fused=True)`: a family's tiny checkpoint; read it only.
+
+    With `tokenizer=True` it has a tokenizer, too.
+    """
     built = {}
 
-    def folder(model_type, **options):
+    def folder(model_type, *, tokenizer=False, **options):
         if not zoo.installed(model_type):
             pytest.skip(f"the installed transformers has no {model_type}")
-        key = (model_type, *sorted((name, repr(value)) for name, value in options.items()))
+        named = sorted((name, repr(value)) for name, value in options.items())
+        key = (model_type, tokenizer, *named)
         if key not in built:
             path = tmp_path_factory.mktemp(model_type)
-            whole = model_type in multimodal_zoo.FAMILIES
-            built[key] = (multimodal_zoo if whole else zoo).build(model_type, path, **options)
+            if tokenizer:
+                shutil.copytree(folder(model_type, **options), path, dirs_exist_ok=True)
+                zoo.tiny_tokenizer(path)
+            else:
+                whole = model_type in multimodal_zoo.FAMILIES
+                (multimodal_zoo if whole else zoo).build(model_type, path, **options)
+            built[key] = path
         return built[key]
 
     return folder
@@ -101,3 +111,9 @@ def case_of(zoo_folder, tmp_path_factory):
         return built[key]
 
     return case
+
+
+@pytest.fixture(scope="session")
+def case(case_of):
+    """Two fine-tunes of OLMoE to merge and repair."""
+    return case_of("olmoe")

@@ -320,6 +320,23 @@ def edited(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def spoilt(folder: Path, out: Path, name: str, value: float = float("nan")) -> Path:
+    """Copy a model in one file and set one number of a tensor."""
+    shutil.copytree(folder, out)
+    with edited(out) as tensors:
+        tensors[name].view(-1)[-1] = value
+    return out
+
+
+def assert_same(first: Path, second: Path) -> None:
+    """Two checkpoints have the same tensors: names, dtypes and values."""
+    ours, theirs = tensors(first), tensors(second)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype, name
+        assert torch.equal(value, theirs[name]), name
+
+
 def edit_config(folder: Path, **values: Any) -> None:
     """Change keys of config.json."""
     (folder / "config.json").write_text(json.dumps(read_config(folder) | values))
@@ -343,6 +360,21 @@ def lora(folder: Path, model: Path, *modules: str) -> Path:
         factors[f"{module}.lora_A.weight"] = torch.randn(2, into, generator=generator)
         factors[f"{module}.lora_B.weight"] = torch.randn(out, 2, generator=generator)
     return adapter(folder, factors)
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """Write JSON, one row per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def linear(models: Iterable[Any], **more: Any) -> dict[str, Any]:
+    """A config for the mean of some models; a mapping has their names."""
+    if isinstance(models, Mapping):
+        entries = [{"model": str(path), "name": name} for name, path in models.items()]
+    else:
+        entries = [{"model": str(path)} for path in models]
+    return {"merge_method": "linear", "parameters": {"weight": 1.0}, "models": entries, **more}
 
 
 class Notes(Silent):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from torch import Tensor
 import moemerge
 import zoo
 from moemerge.calibration.report import CalibrationReport
+from moemerge.diagnosis.results import Diagnosis
 
 WORDS = zoo._WORDS.split()
 NAMES = ("math", "code", "chat")
@@ -32,13 +34,13 @@ class Case:
         options = {"sources": self.sources, "data": self.data, **options}
         return moemerge.calibrate(self.merged, out, **options)
 
+    def diagnose(self, **options: Any) -> Diagnosis:
+        options = {"sources": self.sources, "data": self.data, **options}
+        return moemerge.diagnose(self.merged, **options)
+
     def rows(self) -> dict[str, list[Tensor]]:
         """Token ids of every row, by domain."""
-        tokenizer = transformers.AutoTokenizer.from_pretrained(self.merged)
-        return {
-            name: [torch.tensor(tokenizer(text)["input_ids"]) for text in texts(path)]
-            for name, path in self.data.items()
-        }
+        return {name: token_rows(self.merged, path) for name, path in self.data.items()}
 
     @property
     def flags(self) -> list[str]:
@@ -96,6 +98,12 @@ def texts(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text().splitlines()]
 
 
+def token_rows(model: Path, path: Path) -> list[Tensor]:
+    """Token ids of every row of a file, by plain transformers."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    return [torch.tensor(tokenizer(text)["input_ids"]) for text in texts(path)]
+
+
 def changed_tensors(before: Path, after: Path) -> set[str]:
     """Names whose bytes differ; both folders must hold the same tensors."""
     old, new = zoo.tensors(before), zoo.tensors(after)
@@ -110,6 +118,18 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 
 def weights(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def assert_as_diagnosed(case: Case, figures: dict[str, Any], out: Path, **options: Any) -> None:
+    """A repair's figures on held-out rows are those of `diagnose`."""
+    diagnosis = case.diagnose(against=[out], **options)
+    for name in case.sources:
+        before, after = diagnosis.total(name), diagnosis.total(name, str(out))
+        assert figures["tokens"][name] == before.tokens
+        assert figures["mismatch_before"][name] == pytest.approx(before.mismatch)
+        assert figures["mismatch_after"][name] == pytest.approx(after.mismatch)
+        assert figures["loss_after"][name] == pytest.approx(after.loss)
+    assert figures["mismatch_before"] != figures["mismatch_after"]
 
 
 def leftovers(out: Path) -> list[str]:

@@ -21,11 +21,6 @@ from moemerge.features.settings import forward_dtype
 from moemerge.lockstep import streams
 
 
-@pytest.fixture
-def case(case_of):
-    return case_of("olmoe")
-
-
 def refused(case, tmp_path, kind, match, **options):
     out = tmp_path / "result" / "out"
     with pytest.raises(kind, match=match):
@@ -66,13 +61,6 @@ def test_a_source_of_another_family_or_depth(case, tmp_path, zoo_folder):
     refused(case, tmp_path, ArchitectureError, "has no router in layer 2", sources=short)
 
 
-def with_tensor(folder, out, name, value):
-    shutil.copytree(folder, out)
-    with zoo.edited(out) as tensors:
-        tensors[name].view(-1)[-1] = value
-    return out
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -85,7 +73,7 @@ def with_tensor(folder, out, name, value):
     ],
 )
 def test_nan_is_named_as_it_is_stored(name, case, tmp_path):
-    bad = with_tensor(case.merged, tmp_path / "bad", name, float("nan"))
+    bad = zoo.spoilt(case.merged, tmp_path / "bad", name)
     broken = cases.Case(bad, case.sources, case.data)
     said = rf"bad: {name} holds NaN or infinity, in model\.safetensors"
     refused(broken, tmp_path, NumericalError, said)
@@ -108,7 +96,7 @@ def test_a_merge_that_transformers_would_build_deeper_is_refused(case, tmp_path)
 def test_nan_in_a_router_names_it(which, case, tmp_path):
     name = "model.layers.2.mlp.gate.weight"
     models = {"merged": case.merged, **case.sources}
-    models[which] = with_tensor(models[which], tmp_path / "bad", name, float("inf"))
+    models[which] = zoo.spoilt(models[which], tmp_path / "bad", name, float("inf"))
     broken = cases.Case(models.pop("merged"), models, case.data)
     refused(broken, tmp_path, NumericalError, rf"{name} \(layer 2\) holds NaN or infinity")
 

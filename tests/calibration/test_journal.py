@@ -117,18 +117,17 @@ def test_another_run_is_not_resumed(case_of, tmp_path):
     assert report.resumed == 2
 
 
-def test_other_batches_are_another_run(case_of, tmp_path, monkeypatch):
+def test_other_batches_are_another_run(case, tmp_path, monkeypatch):
     """A larger GPU takes longer batches, which round otherwise."""
-    case, out = case_of("olmoe"), tmp_path / "out"
+    out = tmp_path / "out"
     interrupt_after_two_layers(case, out)
     monkeypatch.setattr(settings, "CPU_BATCH_TOKENS", 64)
     with pytest.raises(UsageError, match="batch_tokens: 2048 then, 64 now"):
         case.calibrate(out, device="cpu")
 
 
-def test_any_change_of_a_merged_router_is_another_run(case_of, tmp_path):
+def test_any_change_of_a_merged_router_is_another_run(case, tmp_path):
     """Not only one that a sample of its bytes would show."""
-    case = case_of("olmoe")
     merged = tmp_path / "merged"
     shutil.copytree(case.merged, merged)
     case = cases.Case(merged, case.sources, case.data)
@@ -142,8 +141,7 @@ def test_any_change_of_a_merged_router_is_another_run(case_of, tmp_path):
         case.calibrate(tmp_path / "out", sources=order)
 
 
-def test_what_was_noticed_before_the_end_is_not_forgotten(case_of, tmp_path):
-    case = case_of("olmoe")
+def test_what_was_noticed_before_the_end_is_not_forgotten(case, tmp_path):
     out = tmp_path / "out"
     whole = case.calibrate(tmp_path / "whole", max_steps=2)
     assert len(whole.notices) >= 3
@@ -163,9 +161,9 @@ def test_what_was_noticed_before_the_end_is_not_forgotten(case_of, tmp_path):
     assert not out.exists()
 
 
-def test_what_strict_refuses_is_not_lost(case_of, tmp_path):
+def test_what_strict_refuses_is_not_lost(case, tmp_path):
     """Layers that were finished before serve a run without --strict."""
-    case, out = case_of("olmoe"), tmp_path / "out"
+    out = tmp_path / "out"
     whole = case.calibrate(tmp_path / "whole", layers="1-2")
     first, second = (row["iterations"] for row in whole.layers)
     assert first < second
@@ -177,8 +175,8 @@ def test_what_strict_refuses_is_not_lost(case_of, tmp_path):
     assert not cases.leftovers(out)
 
 
-def test_a_journal_that_is_a_link_is_refused(case_of, tmp_path):
-    case, out = case_of("olmoe"), tmp_path / "out"
+def test_a_journal_that_is_a_link_is_refused(case, tmp_path):
+    out = tmp_path / "out"
     (tmp_path / "elsewhere").mkdir()
     journal_path(out).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="not a moemerge folder"):

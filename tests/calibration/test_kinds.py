@@ -183,9 +183,8 @@ def test_sources_in_another_layout_give_the_same_routers(case_of, tmp_path, zoo_
     assert cases.weights(tmp_path / "one") == cases.weights(tmp_path / "two")
 
 
-def test_only_routers_are_read_of_the_sources(case_of, tmp_path):
+def test_only_routers_are_read_of_the_sources(case, tmp_path):
     """A source that holds its routers and nothing else will do."""
-    case = case_of("olmoe")
     bare = {}
     for name, folder in case.sources.items():
         bare[name] = tmp_path / name
@@ -229,9 +228,8 @@ def adapter_of(folder, model):
     return zoo.adapter(folder, factors, lora_alpha=RANK)
 
 
-def test_a_lora_on_another_fine_tune(case_of, tmp_path):
+def test_a_lora_on_another_fine_tune(case, tmp_path):
     """The sources are the fine-tune, and the model that the LoRA was trained on, with it."""
-    case = case_of("olmoe")
     base, math = case.merged, case.sources["math"]
     lora = adapter_of(tmp_path / "lora", base)
     zoo.tiny_tokenizer(lora)

@@ -2,7 +2,7 @@
 
 import io
 import json
-from pathlib import Path
+import shutil
 
 import pytest
 from rich.console import Console
@@ -25,16 +25,7 @@ def test_it_is_what_diagnose_measures(case, tmp_path):
     report = case.calibrate(out)
     figures = report.diagnosis
     assert figures is not None
-    diagnosis = moemerge.diagnose(
-        case.merged, against=[out], sources=case.sources, data=case.data, holdout="auto"
-    )
-    for name in case.sources:
-        before, after = diagnosis.total(name), diagnosis.total(name, str(out))
-        assert figures["tokens"][name] == before.tokens
-        assert figures["mismatch_before"][name] == pytest.approx(before.mismatch)
-        assert figures["mismatch_after"][name] == pytest.approx(after.mismatch)
-        assert figures["loss_after"][name] == pytest.approx(after.loss)
-    assert figures["mismatch_before"] != figures["mismatch_after"]
+    cases.assert_as_diagnosed(case, figures, out, holdout="auto")
     assert json.loads((out / "moemerge_report.json").read_text())["calibration"]["diagnosis"] == (
         figures
     )
@@ -111,7 +102,7 @@ def test_rows_that_were_fitted_are_never_called_held_out(case, tmp_path):
 
 
 def test_a_source_that_cannot_be_run_still_gives_its_routers(case, tmp_path):
-    broken = Path(cases.shutil.copytree(case.sources["math"], tmp_path / "math"))
+    broken = shutil.copytree(case.sources["math"], tmp_path / "math")
     with zoo.edited(broken) as tensors:
         del tensors["model.norm.weight"]
     notes = zoo.Notes()
@@ -136,12 +127,9 @@ def test_what_is_to_be_said_of_the_text_is_said_once(case, tmp_path):
     data = {}
     for name, file in case.data.items():
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        data[name] = tmp_path / f"{name}.jsonl"
-        data[name].write_text("".join(json.dumps({**row, "id": 1}) + "\n" for row in rows))
+        data[name] = zoo.write_rows(tmp_path / f"{name}.jsonl", ({**row, "id": 1} for row in rows))
     notes = zoo.Notes()
-    report = moemerge.calibrate(
-        case.merged, tmp_path / "out", sources=case.sources, data=data, progress=notes
-    )
+    report = case.calibrate(tmp_path / "out", data=data, progress=notes)
     assert report.diagnosis is not None
     unread = [note for note in notes.said if "is used, not 'id'" in note]
     assert len(unread) == len(set(unread)) == len(data)

@@ -57,9 +57,8 @@ def test_source_features_are_the_sources_own_routing(family, case_of, tmp_path):
         assert on_features == pytest.approx(theirs["kl_before"][name], rel=1e-6)
 
 
-def test_source_features_agree_with_a_forward_of_the_source(case_of, tmp_path):
+def test_source_features_agree_with_a_forward_of_the_source(case, tmp_path):
     """The last row's divergence, computed from two whole models."""
-    case = case_of("olmoe")
     report = case.calibrate(tmp_path / "out", targets="source-features")
     row = report.layers[-1]
     logits = []
@@ -72,15 +71,14 @@ def test_source_features_agree_with_a_forward_of_the_source(case_of, tmp_path):
     kl = float((log_r.exp() * (log_r - log_p)).sum(dim=-1).mean())
     assert row["kl_after"]["code"] == pytest.approx(kl, rel=1e-3)
     # Mismatch is then what `diagnose` calls so; of the routers alone it is another number.
-    found = moemerge.diagnose(tmp_path / "out", sources=case.sources, data=case.data)
+    found = replace(case, merged=tmp_path / "out").diagnose()
     for told, measured in zip(report.layers, found.layers_of(domain="code"), strict=True):
         assert told["mismatch_after"]["code"] == pytest.approx(measured.mismatch)
         alone = told["router_on_features"]["mismatch_after"]["code"]
         assert alone == pytest.approx(measured.mismatch_on_features)
 
 
-def test_held_out_rows_are_measured_and_not_solved_on(case_of, tmp_path):
-    case = case_of("olmoe")
+def test_held_out_rows_are_measured_and_not_solved_on(case, tmp_path):
     report = case.calibrate(tmp_path / "out", holdout=0.25)
     whole = case.calibrate(tmp_path / "whole")
     for row, all_rows in zip(report.layers, whole.layers, strict=True):
@@ -116,8 +114,7 @@ def test_lower_precision_of_the_forward(case_of, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{}, {"objective": "exact", "targets": "source-features"}])
-def test_a_heavy_source_is_agreed_with(settings, case_of, tmp_path):
-    case = case_of("olmoe")
+def test_a_heavy_source_is_agreed_with(settings, case, tmp_path):
     plain = case.calibrate(tmp_path / "plain", **settings)
     heavy = case.calibrate(tmp_path / "heavy", weights={"math": 9.0}, **settings)
     assert heavy.weights == {"math": 1.8, "code": 0.2}
@@ -129,8 +126,7 @@ def test_a_heavy_source_is_agreed_with(settings, case_of, tmp_path):
     assert config["calibration"]["weights"] == {"math": 9.0}
 
 
-def test_the_base_is_recognised_by_its_folder(case_of, tmp_path, monkeypatch):
-    case = case_of("olmoe")
+def test_the_base_is_recognised_by_its_folder(case, tmp_path, monkeypatch):
     merged = tmp_path / "merged"
     shutil.copytree(case.merged, merged)
     (tmp_path / "link").symlink_to(case.sources["code"])
@@ -157,8 +153,7 @@ def test_every_layer_is_told(case_of, tmp_path):
     assert [note.endswith("s left") for note in notes.said[2:]] == [False, True, True]
 
 
-def test_the_report_and_the_card(case_of, tmp_path):
-    case = case_of("olmoe")
+def test_the_report_and_the_card(case, tmp_path):
     report = case.calibrate(tmp_path / "out")
     written = json.loads((tmp_path / "out" / "moemerge_report.json").read_text())
     assert "merge" not in written
@@ -178,8 +173,7 @@ def test_the_report_and_the_card(case_of, tmp_path):
     assert "| math |" in card
 
 
-def test_the_card_names_the_rows_held_out_and_its_figures(case_of, tmp_path):
-    case = case_of("olmoe")
+def test_the_card_names_the_rows_held_out_and_its_figures(case, tmp_path):
     report = case.calibrate(tmp_path / "out", holdout=0.3)
     card = (tmp_path / "out" / "README.md").read_text()
     seen, unseen = card.split("The same on held-out rows")
@@ -193,10 +187,9 @@ def test_the_card_names_the_rows_held_out_and_its_figures(case_of, tmp_path):
     assert "| mismatch before |" in card
 
 
-def test_what_is_read_is_read_once(case_of, tmp_path, monkeypatch):
+def test_what_is_read_is_read_once(case, tmp_path, monkeypatch):
     """The merged model's routers, and with a page the text too."""
     pytest.importorskip("plotly")
-    case = case_of("olmoe")
     read = Counter()
     plain, tokenize = Checkpoint.read, domains.tokenize
 
@@ -218,8 +211,7 @@ def test_what_is_read_is_read_once(case_of, tmp_path, monkeypatch):
     assert read["text"] == len(case.sources)
 
 
-def test_few_tokens_are_told(case_of, tmp_path):
-    case = case_of("olmoe")
+def test_few_tokens_are_told(case, tmp_path):
     (about_the_base,) = case.calibrate(tmp_path / "enough").notices
     assert "no source is the base" in about_the_base
     report = case.calibrate(tmp_path / "few", limit=1)
@@ -239,8 +231,7 @@ def test_a_rise_on_rows_held_out_is_told():
     assert holdout_notices({}) == []
 
 
-def test_a_card_that_somebody_wrote_is_kept(case_of, tmp_path):
-    case = case_of("olmoe")
+def test_a_card_that_somebody_wrote_is_kept(case, tmp_path):
     merged = tmp_path / "merged"
     shutil.copytree(case.merged, merged)
     (merged / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n\nA story.\n")
@@ -249,15 +240,13 @@ def test_a_card_that_somebody_wrote_is_kept(case_of, tmp_path):
     assert card.startswith("---\nlicense: mit\n---\n# Mine\n\nA story.\n\n## Router calibration\n")
 
 
-def test_the_resolved_config_makes_the_model_again(case_of, tmp_path):
-    case = case_of("olmoe")
+def test_the_resolved_config_makes_the_model_again(case, tmp_path):
     case.calibrate(tmp_path / "out", gamma=0.2, layers="1-2")
     moemerge.run(tmp_path / "out" / "moemerge_config.yml", tmp_path / "again")
     assert not cases.changed_tensors(tmp_path / "again", tmp_path / "out")
 
 
-def test_a_card_does_not_promise_what_rows_in_memory_take_away(case_of, tmp_path):
-    case = case_of("olmoe")
+def test_a_card_does_not_promise_what_rows_in_memory_take_away(case, tmp_path):
     data = {name: [{"text": text} for text in cases.texts(p)] for name, p in case.data.items()}
     case.calibrate(tmp_path / "out", data=data, layers="1")
     card = (tmp_path / "out" / "README.md").read_text()
@@ -285,8 +274,7 @@ def calibrated_config(case, **settings):
 
 
 @pytest.fixture
-def with_tokenizers(case_of, tmp_path):
-    case = case_of("olmoe")
+def with_tokenizers(case, tmp_path):
     sources = {}
     for name, path in case.sources.items():
         sources[name] = tmp_path / "models" / name
@@ -345,8 +333,7 @@ def test_settings_given_to_run_beat_the_config(with_tokenizers, tmp_path):
         moemerge.run(config, tmp_path / "two", calibration={"rtol": 2.0})
 
 
-def test_without_writing_the_same_routers_are_solved(case_of, tmp_path):
-    case = case_of("olmoe")
+def test_without_writing_the_same_routers_are_solved(case, tmp_path):
     written = case.calibrate(tmp_path / "out")
     request = CalibrationRequest(
         merged=case.merged,

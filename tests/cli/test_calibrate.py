@@ -15,11 +15,6 @@ from moemerge.cli.app import app
 from moemerge.runtime.journals import journal_path
 
 
-@pytest.fixture
-def case(case_of):
-    return case_of("olmoe")
-
-
 def moemerge(*args):
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(arg) for arg in args])
 

@@ -162,9 +162,7 @@ def test_a_pipe_has_no_width(report, config, tmp_path):
 
 
 def test_a_diagnosis_shows_every_figure(case):
-    diagnosis = moemerge.diagnose(
-        case.merged, sources=case.sources, data=case.data, against=[case.sources["math"]]
-    )
+    diagnosis = case.diagnose(against=[case.sources["math"]])
     summary = [figure for figure in FIGURES.values() if figure.summary]
     for width in (60, 80, 200):
         words = printed(diagnosis_report(diagnosis, verbose=False), width).split()

@@ -89,12 +89,11 @@ def test_check_text_is_measured_without_held_out_rows(case, tmp_path):
 
 def test_diagnose_compares_models_on_check_text(case, tmp_path):
     rows = [json.loads(line) for line in case.data["code"].read_text().splitlines()[:12]]
-    check = tmp_path / "check.jsonl"
-    check.write_text("".join(json.dumps({**r, "doc": n // 4}) + "\n" for n, r in enumerate(rows)))
-    sources = {"math": case.sources["math"]}
-    found = moemerge.diagnose(
-        case.merged,
-        sources=sources,
+    check = zoo.write_rows(
+        tmp_path / "check.jsonl", ({**row, "doc": n // 4} for n, row in enumerate(rows))
+    )
+    found = case.diagnose(
+        sources={"math": case.sources["math"]},
         data={"math": [{**row, "doc": n} for n, row in enumerate(rows)]},
         check={"math": check},
         against=[case.sources["code"]],

@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 
-import moemerge
 import zoo
 from calibration import cases
 from moemerge.errors import (
@@ -15,15 +14,9 @@ from moemerge.errors import (
 )
 
 
-@pytest.fixture(scope="module")
-def case(case_of):
-    return case_of("olmoe")
-
-
-def refused(case, error, words, **given):
-    values = {"sources": case.sources, "data": case.data, **given}
+def refused(case, error, words, **options):
     with pytest.raises(error, match=words):
-        moemerge.diagnose(values.pop("model", case.merged), **values)
+        case.diagnose(**options)
 
 
 def test_names(case):
@@ -60,7 +53,7 @@ def test_vocabularies(case, tmp_path):
 
 
 def test_a_source_without_a_tokenizer_is_told(case):
-    found = moemerge.diagnose(case.merged, sources=case.sources, data=case.data, limit=2)
+    found = case.diagnose(limit=2)
     assert sum("has no tokenizer" in notice for notice in found.notices) == 2
 
 
@@ -84,15 +77,13 @@ def general(tmp_path_factory):
 
 
 def diagnose(case, general, **values):
-    base = values.pop("base", case.sources["code"])
-    given = {"sources": case.sources, "data": {**case.data, "general": general}}
-    return moemerge.diagnose(case.merged, base=base, **(given | values))
+    given = {"base": case.sources["code"], "data": {**case.data, "general": general}}
+    return case.diagnose(**(given | values))
 
 
 def test_the_base_is_measured_as_a_source_is(case, general):
     found = diagnose(case, general, against=[case.sources["math"]])
-    same = moemerge.diagnose(
-        case.merged,
+    same = case.diagnose(
         sources={**case.sources, "general": case.sources["code"]},
         data={**case.data, "general": general},
         against=[case.sources["math"]],
@@ -108,7 +99,7 @@ def test_the_base_is_measured_as_a_source_is(case, general):
 
 
 def test_the_verdict_is_about_the_sources_and_the_advice_about_the_rest(case, general):
-    alone = moemerge.diagnose(case.merged, sources=case.sources, data=case.data)
+    alone = case.diagnose()
     found = diagnose(case, general)
     assert found.verdict == alone.verdict
     total = found.total("general")

@@ -22,21 +22,9 @@ def text(tmp_path_factory):
     return cases.write_text(tmp_path_factory.mktemp("text") / "math.jsonl", seed=1, rows=4)
 
 
-@pytest.fixture
-def tokenized(zoo_folder, tmp_path):
-    """A family's folder with a tokenizer, at the cost of links."""
-
-    def folder(family):
-        for file in zoo_folder(family).iterdir():
-            (tmp_path / file.name).hardlink_to(file)
-        return zoo.tiny_tokenizer(tmp_path)
-
-    return folder
-
-
 @pytest.mark.parametrize("family", SERVED)
-def test_a_model_routes_exactly_as_itself(family, tokenized, text):
-    folder = tokenized(family)
+def test_a_model_routes_exactly_as_itself(family, zoo_folder, text):
+    folder = zoo_folder(family, tokenizer=True)
     found = moemerge.diagnose(folder, sources={"math": folder}, data={"math": text}, device="cpu")
     places = open_model("m", folder).architecture.routers()
     assert [row.router for row in found.layers] == [p.weight for p in places if p.served]
@@ -54,8 +42,8 @@ def test_a_model_routes_exactly_as_itself(family, tokenized, text):
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_family_that_cannot_be_served_is_refused(family, tokenized, text):
-    folder = tokenized(family)
+def test_a_family_that_cannot_be_served_is_refused(family, zoo_folder, text):
+    folder = zoo_folder(family, tokenizer=True)
     with pytest.raises(ArchitectureError, match=f"routers of {family} cannot be diagnosed"):
         moemerge.diagnose(folder, sources={"math": folder}, data={"math": text})
 
@@ -66,8 +54,8 @@ def test_a_dense_model_is_refused(tmp_path, text):
         moemerge.diagnose(dense, sources={"math": dense}, data={"math": text})
 
 
-def test_routers_that_are_not_compared_are_told(tokenized, text):
-    folder = tokenized("deepseek_v4")
+def test_routers_that_are_not_compared_are_told(zoo_folder, text):
+    folder = zoo_folder("deepseek_v4", tokenizer=True)
     found = moemerge.diagnose(folder, sources={"math": folder}, data={"math": text})
     assert {row.layer for row in found.layers} == {1, 2}
     assert any("layer 0" in notice and "table" in notice for notice in found.notices)
@@ -100,8 +88,7 @@ NEAR = ("kl", "kl_on_features", "quadratic", "weighted_overlap", "drift", "logit
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "gpt_oss"])
 def test_a_gpu_finds_what_a_cpu_finds(family, case_of):
     case = case_of(family)
-    given = {"sources": case.sources, "data": case.data, "swaps": True, "dtype": "float32"}
-    cpu, gpu = (moemerge.diagnose(case.merged, **given, device=d) for d in ("cpu", "cuda"))
+    cpu, gpu = (case.diagnose(swaps=True, dtype="float32", device=d) for d in ("cpu", "cuda"))
     for one, two in zip(cpu.layers, gpu.layers, strict=True):
         for name in NEAR:
             assert getattr(two, name) == pytest.approx(getattr(one, name), rel=1e-3), name

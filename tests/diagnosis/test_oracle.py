@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import moemerge
 import zoo
 from diagnosis import oracle
 
@@ -29,9 +28,7 @@ NUMBERS = (
 def test_figures_are_those_of_whole_models(family, case_of, tmp_path):
     case = case_of(family)
     other = zoo.perturb(case.merged, tmp_path / "other", seed=5, scale=0.1)
-    found = moemerge.diagnose(
-        case.merged, sources=case.sources, data=case.data, against=[other], device="cpu"
-    )
+    found = case.diagnose(against=[other], device="cpu")
     subjects = {"model": oracle.Whole(case.merged), str(other): oracle.Whole(other)}
     for domain, folder in case.sources.items():
         source = oracle.Whole(folder)
@@ -75,27 +72,17 @@ def check_row(row, expected):
     assert all(share <= smallest * (1 + 1e-5) for share in left)
 
 
-def test_text_bounds_and_layers_are_honoured(case_of):
-    case = case_of("olmoe")
-    found = moemerge.diagnose(
-        case.merged,
-        sources=case.sources,
-        data=case.data,
-        layers="last:1",
-        limit=3,
-        max_length=5,
-        dtype="float32",
-    )
+def test_text_bounds_and_layers_are_honoured(case):
+    found = case.diagnose(layers="last:1", limit=3, max_length=5, dtype="float32")
     assert {row.layer for row in found.layers} == {2}
     assert all(domain.rows == 3 and domain.tokens == 15 for domain in found.domains.values())
     assert found.settings["layers"] == "last:1"
     assert "--limit 3" in found.command
 
 
-def test_held_out_rows_are_those_a_calibration_spares(case_of, tmp_path):
-    case = case_of("olmoe")
+def test_held_out_rows_are_those_a_calibration_spares(case, tmp_path):
     report = case.calibrate(tmp_path / "out", holdout=0.3, device="cpu")
-    held = moemerge.diagnose(case.merged, sources=case.sources, data=case.data, holdout=0.3)
+    held = case.diagnose(holdout=0.3)
     # On the first layer nothing was replaced yet, so both saw the same features.
     row, wanted = report.layers[0], {r.domain: r for r in held.layers_of() if r.layer == 0}
     assert {n: d.tokens for n, d in held.domains.items()} == row["holdout"]["tokens"]

@@ -3,12 +3,12 @@
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import moemerge
 import zoo
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import UsageError
@@ -27,15 +27,8 @@ ROW = {
 
 
 @pytest.fixture(scope="module")
-def found(case_of):
-    case = case_of("olmoe")
-    return moemerge.diagnose(
-        case.merged,
-        sources=case.sources,
-        data=case.data,
-        against=[case.sources["math"]],
-        swaps=True,
-    )
+def found(case):
+    return case.diagnose(against=[case.sources["math"]], swaps=True)
 
 
 def test_the_document_is_json_with_the_names_that_pages_read(found):
@@ -84,14 +77,12 @@ def test_a_data_frame_needs_pandas(found, monkeypatch):
         found.to_dataframe()
 
 
-def test_the_report_of_a_calibrated_folder_is_part_of_it(case_of, tmp_path):
-    case = case_of("olmoe")
+def test_the_report_of_a_calibrated_folder_is_part_of_it(case, tmp_path):
     case.calibrate(tmp_path / "out", layers="last:2")
-    given = {"sources": case.sources, "data": case.data}
-    own = moemerge.diagnose(tmp_path / "out", **given)
+    own = replace(case, merged=tmp_path / "out").diagnose()
     assert own.calibration_of == "model"
     assert [row["layer"] for row in (own.calibration or {})["layers"]] == [1, 2]
-    beside = moemerge.diagnose(case.merged, against=tmp_path / "out", **given)
+    beside = case.diagnose(against=tmp_path / "out")
     assert beside.calibration_of == str(tmp_path / "out")
     after = beside.total("math", beside.models[1].name)
     assert after.kl_on_features < beside.total("math").kl_on_features
@@ -100,16 +91,14 @@ def test_the_report_of_a_calibrated_folder_is_part_of_it(case_of, tmp_path):
 def test_bfloat16_shards_and_padding(case_of):
     """In the model's own dtype; figures are near those of the same weights in float32."""
     case = case_of("olmoe", dtype=torch.bfloat16, shard_size="20KB")
-    given = {"sources": case.sources, "data": case.data}
-    half, full = (moemerge.diagnose(case.merged, **given, dtype=d) for d in ("bfloat16", "auto"))
+    half, full = (case.diagnose(dtype=dtype) for dtype in ("bfloat16", "auto"))
     assert (half.dtype, full.dtype) == ("bfloat16", "float32")
     for domain in case.sources:
         assert half.total(domain).kl == pytest.approx(full.total(domain).kl, rel=0.1)
         assert half.total(domain).loss == pytest.approx(full.total(domain).loss, rel=0.02)
 
 
-def test_everything_is_read_once(case_of, monkeypatch):
-    case = case_of("olmoe")
+def test_everything_is_read_once(case, monkeypatch):
     read = Counter()
     plain = Checkpoint.read
 
@@ -118,7 +107,7 @@ def test_everything_is_read_once(case_of, monkeypatch):
         return plain(self, name, rows, *rest)
 
     monkeypatch.setattr(Checkpoint, "read", counting)
-    moemerge.diagnose(case.merged, sources=case.sources, data=case.data)
+    case.diagnose()
     for folder in (case.merged, *case.sources.values()):
         times = {name: n for (path, name, _), n in read.items() if path == folder}
         assert set(times.values()) == {1}

@@ -110,7 +110,7 @@ def test_routers_that_are_not_finite_are_refused(zoo_folder, tmp_path):
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_swaps_in_a_diagnosis_are_those_of_swapped_folders(family, case_of, tmp_path):
     case = case_of(family)
-    found = moemerge.diagnose(case.merged, sources=case.sources, data=case.data, swaps=True)
+    found = case.diagnose(swaps=True)
     assert [(s.domain, s.weights_of, s.routers_of) for s in found.swaps] == [
         (domain, *pair)
         for domain in case.sources
