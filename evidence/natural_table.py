@@ -21,7 +21,7 @@ import lzma
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -244,6 +244,7 @@ class Repaired:
     gap: float  # to the specialists, before the repair
     closed: float  # share of the gap to the specialists that the merge or the pruning opened
     error: float  # standard error of `closed`, clustered by package
+    accuracy: float  # top-1 accuracy of next tokens, on the same domains as the loss
     untouched: dict[str, float]  # loss of every other domain
     seconds: float | None
 
@@ -254,8 +255,10 @@ def repaired_models(lines: Sequence[Mapping[str, Any]]) -> list[Repaired]:
     measured: dict[str, dict[str, Sums]] = {line["model"]: line["domains"] for line in lines}
     seconds = {line["model"]: line["seconds"] for line in lines}
 
-    def mean(name: str, domains: Sequence[str]) -> float:
-        return sum(mean_loss(measured[name][domain]) for domain in domains) / len(domains)
+    def mean(
+        name: str, domains: Sequence[str], figure: Callable[[Sums], float] = mean_loss
+    ) -> float:
+        return sum(figure(measured[name][domain]) for domain in domains) / len(domains)
 
     found = []
     for name, domains in measured.items():
@@ -270,7 +273,8 @@ def repaired_models(lines: Sequence[Mapping[str, Any]]) -> list[Repaired]:
         untouched = {d: mean_loss(domains[d]) for d in DOMAINS if d not in own}
         loss = mean(name, own)
         closed = (mean(start, own) - loss) / gap
-        found.append(Repaired(name, loss, gap, closed, error, untouched, seconds[name]))
+        right = mean(name, own, accuracy)
+        found.append(Repaired(name, loss, gap, closed, error, right, untouched, seconds[name]))
     return found
 
 
