@@ -1029,7 +1029,8 @@ NATURAL_DETAILS = (
     "are OLMoE, `q0` and `q1` Qwen3-MoE; after the comma is how the specialists were fine-tuned. "
     "Names are those of `python -m evidence natural-table`: a merge and its repairs, or a "
     "specialist with a share of its experts. Loss (nats) and top-1 accuracy of next tokens are "
-    "means over the specialists' domains, on packages that nothing else used.\n\n"
+    "means over the specialists' domains, on packages that nothing else used. The first kernels of "
+    "a process are compiled while the first layer is solved.\n\n"
     "Routing of a merge compared with each specialist, on its text and with its own features: "
     "expert choices that differ, (token, layer) pairs whose set of experts differs (the paper's "
     "50.11 %), and the KL in nats. *Won back*: the share of the gap that the sources' routers win "
@@ -1066,7 +1067,19 @@ def file_of_natural() -> str:
             rows.append(cells)
         headings = ("model", "loss", "closed", "top-1, %", "general text", "math", "seconds")
         parts.append(f"{markdown(headings, rows)}\n")
+        solved = [layers_solved(line) for line in lines if "layers" in line]
+        if solved:
+            headings = ("routers solved, layer by layer", "status", "steps", "seconds")
+            parts.append(f"{markdown(headings, solved)}\n")
     return "\n".join(parts)
+
+
+def layers_solved(line: dict[str, Any]) -> tuple[str, ...]:
+    """Return a calibrated model, and how each of its routers was solved."""
+    layers = line["layers"]
+    statuses = ", ".join(dict.fromkeys(one["status"] for one in layers))
+    steps = ", ".join(str(one["iterations"]) for one in layers)
+    return f"`{line['model']}`", statuses, steps, ", ".join(f"{o['seconds']:.1f}" for o in layers)
 
 
 def routing_moved(line: dict[str, Any]) -> tuple[str, ...]:
