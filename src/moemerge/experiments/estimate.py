@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,7 +81,7 @@ class StudyEstimate:
     missing: tuple[MissingInput, ...]
     peak_bytes: int | None  # models on disk at the same time
     free_bytes: int
-    notices: tuple[str, ...] = field(default=())
+    notices: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int | None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,19 +173,12 @@ class Recipe:
     def columns(self) -> tuple[tuple[str, ...], ...] | None:
         """Return names on disk by (projection, expert), if the parameter can be read into place.
 
-        That is a stack, or a parameter that is stored unchanged. None for any other.
+        That is a parameter that is stored unchanged, or a stack: the conversion only stacks experts
+        and joins their projections row-wise. None for any other.
         """
         if self.converter is None:
             return ((self.sources[0][1],),)
-        return self.stack
-
-    @property
-    def stack(self) -> tuple[tuple[str, ...], ...] | None:
-        """Return names on disk by (projection, expert), if the conversion is a plain stack.
-
-        A plain stack only stacks experts and joins their projections row-wise. None for any other.
-        """
-        if self.converter is None or len(self.converter.target_patterns) != 1:
+        if len(self.converter.target_patterns) != 1:
             return None
         plan = [(type(op), getattr(op, "dim", None)) for op in self.converter.operations]
         if plan not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
@@ -203,7 +197,8 @@ class Recipe:
             return {self.target: read(self.sources[0][1])}
         work = deepcopy(self.converter)
         for pattern, name in self.sources:
-            work.add_tensor(self.target, name, pattern, _reader(read, name))
+            reader: Any = partial(read, name)
+            work.add_tensor(self.target, name, pattern, reader)
         try:
             made = work.convert(self.target, model=model, config=model.config)
         except (RuntimeError, ValueError, KeyError, IndexError) as error:
@@ -215,10 +210,6 @@ class Recipe:
         return {
             name: value[0] if isinstance(value, list) else value for name, value in made.items()
         }
-
-
-def _reader(read: Callable[[str], Tensor], name: str) -> Any:
-    return lambda: read(name)
 
 
 @dataclass(frozen=True)

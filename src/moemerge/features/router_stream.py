@@ -11,10 +11,9 @@ from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError
 from moemerge.features.routers import RouterModule
 from moemerge.features.settings import StreamSettings
-from moemerge.features.stops import Arrival, Stop
+from moemerge.features.stops import Arrival, Pause, Stop
 from moemerge.features.stream import ModelStream
 from moemerge.features.weights import Weights
-from moemerge.features.workers import Pause
 from moemerge.text.batches import Batch
 
 

@@ -174,14 +174,10 @@ def estimate_memory(
     anatomy: Anatomy,
     batches: Sequence[Batch],
     root_names: Sequence[str],
-    *,
-    offload: Offload,
-    prefetch: bool = True,
-    gather: bool = False,
+    settings: StreamSettings,
 ) -> MemoryEstimate:
-    """Estimate memory from shapes alone, without reading a tensor."""
-    config: Any = weights.model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    """Estimate memory from shapes alone, without reading a tensor, and choose an `auto` offload."""
+    text: Any = weights.model.config.get_text_config()
     width = _number(text, "hidden_size", "d_model")
     streams = max(1, _number(text, "hc_mult", "hc_count"))  # hyper-connections widen the residual
     itemsize = weights.model.dtype.itemsize
@@ -191,12 +187,12 @@ def estimate_memory(
     chosen = _number(text, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
     inner = _number(text, "moe_intermediate_size", "intermediate_size")
     layer = max((weights.nbytes(path) for path in anatomy.layers), default=0)
-    return MemoryEstimate(
+    estimate = MemoryEstimate(
         device=weights.device,
-        offload=offload,
+        offload="device" if settings.offload == "auto" else settings.offload,
         root=weights.nbytes_of(root_names),
         layer=layer,
-        ahead=layer if prefetch else 0,
+        ahead=layer if settings.prefetches else 0,
         parked=sum(
             # A padded batch has its own mask.
             PARKED_COPIES * streams * token * size + batch.padded * size * batch.input_ids.shape[1]
@@ -205,8 +201,9 @@ def estimate_memory(
         running=_scores(text, batches, itemsize)
         + largest * (RUNNING_COPIES * streams * token + chosen * (3 * inner * itemsize + token)),
         features=token * sum(batch.tokens for batch in batches),
-        gathered=gather,
+        gathered=settings.gathers,
     )
+    return choose_offload(estimate) if settings.offload == "auto" else estimate
 
 
 def _scores(text: Any, batches: Sequence[Batch], itemsize: int) -> int:
@@ -221,56 +218,37 @@ def _scores(text: Any, batches: Sequence[Batch], itemsize: int) -> int:
 
 
 def needed(
-    estimates: Sequence[MemoryEstimate],
-    extra: int = 0,
-    offload: Offload | None = None,
-    on_host: int = 0,
+    estimates: Sequence[MemoryEstimate], extra: int = 0, on_host: int = 0
 ) -> tuple[int, int]:
     """Return the bytes on the device and on the host for several models at once.
 
-    `offload` replaces the models' own choice. `extra` is the job's own memory on the device,
-    `on_host` that on the host of a GPU.
+    `extra` is the job's own memory on the device, `on_host` that on the host of a GPU.
     """
-    if offload is not None:
-        estimates = [replace(estimate, offload=offload) for estimate in estimates]
     device = sum(estimate.on_device for estimate in estimates) + extra
     host = sum(estimate.on_host for estimate in estimates) + on_host
     return device, device if estimates[0].device.type == "cpu" else host
 
 
-def fits(
-    estimates: Sequence[MemoryEstimate],
-    extra: int = 0,
-    offload: Offload | None = None,
-    on_host: int = 0,
-) -> bool:
-    device, host = needed(estimates, extra, offload, on_host)
+def fits(estimates: Sequence[MemoryEstimate], extra: int = 0, on_host: int = 0) -> bool:
+    device, host = needed(estimates, extra, on_host)
     return (
         device <= available_memory(estimates[0].device) * HEADROOM
         and host <= available_memory(CPU) * HEADROOM
     )
 
 
-def nearest_offload(estimates: Sequence[MemoryEstimate], extra: int = 0) -> Offload:
-    """Return the fastest offload that fits the memory; the last one if none does."""
-    for kind in NEAREST_FIRST:
-        if kind == "cpu" and estimates[0].device.type == "cpu":
-            continue
-        if fits(estimates, extra, kind):
-            return kind
-    return "disk"
-
-
 def choose_offload(estimate: MemoryEstimate) -> MemoryEstimate:
-    """Choose the offload of a single model; raise ResourceError if none fits."""
-    chosen = replace(estimate, offload=nearest_offload([estimate]))
-    if not fits([chosen]):
-        usable = int(available_memory(estimate.device) * HEADROOM)
-        raise ResourceError(
-            f"{chosen.describe()}, but {format_size(usable)} are usable on {estimate.device}",
-            hint="lower `max_tokens` or `max_length`, use smaller batches, or a larger machine",
-        )
-    return chosen
+    """Choose the fastest offload of a single model that fits; raise ResourceError if none does."""
+    kinds = [kind for kind in NEAREST_FIRST if kind != "cpu" or estimate.device.type != "cpu"]
+    for kind in kinds:
+        estimate = replace(estimate, offload=kind)
+        if fits([estimate]):
+            return estimate
+    usable = int(available_memory(estimate.device) * HEADROOM)
+    raise ResourceError(
+        f"{estimate.describe()}, but {format_size(usable)} are usable on {estimate.device}",
+        hint="lower `max_tokens` or `max_length`, use smaller batches, or a larger machine",
+    )
 
 
 def _number(config: Any, *names: str) -> int:

@@ -39,18 +39,22 @@ from moemerge.features.fused import fuse
 from moemerge.features.input_hooks import InputHooks, find_input_hooks
 from moemerge.features.loading import NameMap, build_skeleton
 from moemerge.features.routers import Anatomy, anatomy, names_outside_layers, require_logits
-from moemerge.features.settings import (
-    MemoryEstimate,
-    StreamSettings,
-    choose_offload,
-    estimate_memory,
-    raise_forward_error,
-)
+from moemerge.features.settings import StreamSettings, estimate_memory, raise_forward_error
 from moemerge.features.spill import Emptied, Gathered, SpillFactory, held_by
-from moemerge.features.stops import Arrival, CallLog, OnCalls, Stop, take_over_inputs
+from moemerge.features.stops import (
+    Arrival,
+    CallLog,
+    OnCalls,
+    Pause,
+    PauseKind,
+    Stop,
+    Worker,
+    current_worker,
+    part_of_a_layer,
+    take_over_inputs,
+)
 from moemerge.features.tokens import check_tokens, finite, flat_tokens, real_rows
 from moemerge.features.weights import Weights
-from moemerge.features.workers import Pause, PauseKind, Worker, current_worker, part_of_a_layer
 from moemerge.runtime.devices import attention_without_plans, is_out_of_memory
 from moemerge.runtime.process import give_back_freed_memory, limit_kernel_cache, share_one_heap
 from moemerge.runtime.progress import Progress, Silent
@@ -100,7 +104,7 @@ class ModelStream:
             self.model, checkpoint, self.device, settings.dtype, self.stopwatch, kept
         )
         self._root = names_outside_layers(self.model, self.anatomy, whole=whole)
-        self.memory: MemoryEstimate = self._memory(batches)
+        self.memory = estimate_memory(self.weights, self.anatomy, batches, self._root, settings)
         self._spills = SpillFactory(self.memory.offload, self.device, settings.spill_folder)
         self._workers = [
             Worker(number, batch, self._forward, self._spills.spill(number))
@@ -117,19 +121,6 @@ class ModelStream:
         self._at = "start"  # the kind of pause where the batches wait
         self._closed = False
         self._stops: Iterator[Stop] | None = None
-
-    def _memory(self, batches: Sequence[Batch]) -> MemoryEstimate:
-        wanted = self.settings.offload
-        estimate = estimate_memory(
-            self.weights,
-            self.anatomy,
-            batches,
-            self._root,
-            offload="device" if wanted == "auto" else wanted,
-            prefetch=self.settings.prefetches,
-            gather=self.settings.gathers,
-        )
-        return choose_offload(estimate) if wanted == "auto" else estimate
 
     @property
     def names(self) -> NameMap:
