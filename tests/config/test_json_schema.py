@@ -18,8 +18,9 @@ from moemerge.config.settings import MergeKeywords, MergeSettings
 from moemerge.config.yaml_lines import read_all
 from moemerge.data.settings import DataKeywords, DataSettings
 from moemerge.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
-from moemerge.errors import ConfigError
+from moemerge.errors import ConfigError, UsageError
 from moemerge.experiments.settings import StudyKeywords, StudySettings
+from moemerge.experiments.study import study
 from moemerge.tuning.settings import (
     TuningKeywords,
     TuningOutputKeywords,
@@ -184,6 +185,10 @@ def test_settings_given_twice_are_refused():
         api.validate({}, settings=MergeSettings(), seed=1)
     with pytest.raises(ConfigError, match=r"settings of validate.*\n  sed: unknown key, did you"):
         api.validate({}, sed=1)
+    with pytest.raises(UsageError, match="study: settings .* one by one: jobs"):
+        study({}, "out", settings=StudySettings(), jobs=2)
+    with pytest.raises(ConfigError, match="experts: unknown key"):
+        api.distill("model", "out", sources={}, data={}, experts={"math": "experts.json"})
 
 
 def test_wrong_values_are_our_errors_with_every_problem():

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from moemerge.api.jobs import files_of, output_for, settings_for, uploaded
 from moemerge.calibration.settings import CALIBRATION, CalibrationKeywords, CalibrationSettings
@@ -35,13 +35,7 @@ if TYPE_CHECKING:
     from moemerge.refitting.report import RefitReport
 
 
-class ExpertsKeywords(TypedDict, total=False):
-    """The keyword of repairs that accept sources with more experts than the model."""
-
-    experts: Mapping[str, str | Path] | None
-
-
-class CalibrateKeywords(CalibrationKeywords, OutputKeywords, ExpertsKeywords, total=False):
+class CalibrateKeywords(CalibrationKeywords, OutputKeywords, total=False):
     """Keywords of `calibrate`."""
 
 
@@ -49,7 +43,7 @@ class DistillOutKeywords(DistillKeywords, OutputKeywords, total=False):
     """Keywords of `distill`."""
 
 
-class RefitOutKeywords(RefitKeywords, OutputKeywords, ExpertsKeywords, total=False):
+class RefitOutKeywords(RefitKeywords, OutputKeywords, total=False):
     """Keywords of `refit`."""
 
 
@@ -62,6 +56,7 @@ def calibrate(
     data: Mapping[str, Files],
     weights: Mapping[str, float] | None = None,
     check: Mapping[str, Files] | None = None,
+    experts: Mapping[str, str | Path] | None = None,
     settings: CalibrationSettings | None = None,
     progress: Progress | None = None,
     **keywords: Unpack[CalibrateKeywords],
@@ -77,7 +72,13 @@ def calibrate(
     same rows). `resume` continues a killed run. Under torchrun every process must call this
     function: each processes a share of the text, and rank 0 writes.
     """
-    given = {"sources": sources, "data": data, "weights": weights, "check": check}
+    given = {
+        "sources": sources,
+        "data": data,
+        "weights": weights,
+        "check": check,
+        "experts": experts,
+    }
     report: CalibrationReport = _repair_model(
         CALIBRATION, merged, out, settings, given, progress, keywords
     )
@@ -93,6 +94,7 @@ def refit(
     data: Mapping[str, Files],
     weights: Mapping[str, float] | None = None,
     check: Mapping[str, Files] | None = None,
+    experts: Mapping[str, str | Path] | None = None,
     settings: RefitSettings | None = None,
     progress: Progress | None = None,
     **keywords: Unpack[RefitOutKeywords],
@@ -103,7 +105,13 @@ def refit(
     `refit(..., ridge=0.01, parts="attention,experts")`. Under torchrun every process must call this
     function: each processes a share of the text and fits a share of the experts, and rank 0 writes.
     """
-    given = {"sources": sources, "data": data, "weights": weights, "check": check}
+    given = {
+        "sources": sources,
+        "data": data,
+        "weights": weights,
+        "check": check,
+        "experts": experts,
+    }
     report: RefitReport = _repair_model(REFIT, merged, out, settings, given, progress, keywords)
     return report
 
@@ -143,10 +151,9 @@ def _repair_model(
     progress: Progress | None,
     keywords: Mapping[str, Any],
 ) -> Any:
-    """Run a repair as its Python function was called: `given` are its sources, data, weights and
-    check text."""
-    others = {name: value for name, value in keywords.items() if name != "experts"}
-    output, values = output_for(OutputSettings, others, repair.verb)
+    """Run a repair as its Python function was called: `given` are its sources, data, weights,
+    check text and experts."""
+    output, values = output_for(OutputSettings, keywords, repair.verb)
     settings = settings_for(repair.settings, settings, values, repair.verb)
     from moemerge.lockstep.request import RepairRequest
 
@@ -158,7 +165,7 @@ def _repair_model(
         settings=settings,
         weights=given["weights"] or {},
         check={name: files_of(files) for name, files in (given["check"] or {}).items()},
-        experts=keywords.get("experts") or {},
+        experts=given.get("experts") or {},
         overwrite=output.overwrite,
         resume=output.resume,
     )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-from moemerge.config.faults import parse_settings
+from moemerge.api.jobs import settings_for
 from moemerge.config.settings import with_keywords
 from moemerge.errors import CheckpointError
 from moemerge.experiments.cells import CellJournal, Failure, SetCells, run_cells
@@ -70,8 +70,7 @@ def study(
     `overrides` replace values of the file: `{"evaluate": {"limit": 10}}`. Run it again to resume a
     killed study; it measures only what is missing or has changed inputs.
     """
-    if settings is None:
-        settings = parse_settings(StudySettings, keywords, "settings of study")
+    settings = settings_for(StudySettings, settings, keywords, "study")
     plan = plan_study(load_study(source, overrides))
     return run_study(plan, Path(out), settings, Silent() if progress is None else progress)
 
