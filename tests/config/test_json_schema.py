@@ -185,7 +185,7 @@ def test_settings_given_twice_are_refused():
         api.validate({}, settings=MergeSettings(), seed=1)
     with pytest.raises(ConfigError, match=r"settings of validate.*\n  sed: unknown key, did you"):
         api.validate({}, sed=1)
-    with pytest.raises(UsageError, match="study: settings .* one by one: jobs"):
+    with pytest.raises(UsageError, match=r"study: settings .* one by one: jobs"):
         study({}, "out", settings=StudySettings(), jobs=2)
     with pytest.raises(ConfigError, match="experts: unknown key"):
         api.distill("model", "out", sources={}, data={}, experts={"math": "experts.json"})
