@@ -10,7 +10,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.config.models import ModelLike
+from moemerge.errors import DataError
 from moemerge.evaluation.answers import (
     AnswersByModel,
     ScoredTask,
@@ -26,16 +30,24 @@ from moemerge.evaluation.answers import (
 from moemerge.evaluation.bridge import bridged_scores, require_lm_eval
 from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation_settings, prepare
 from moemerge.evaluation.page import check_cards, page_document, write_cards
-from moemerge.evaluation.perplexity import measure_texts
 from moemerge.evaluation.report import EvaluationReport, TaskScores, compare_models
 from moemerge.evaluation.settings import EvaluationSettings
+from moemerge.evaluation.text_losses import TextPerplexity, compare_losses
+from moemerge.features.losses import DocumentLosses, NextTokenLoss
+from moemerge.features.settings import StreamSettings, forward_dtype, logit_batch_tokens
+from moemerge.features.stream import ModelStream
 from moemerge.lockstep.output_files import earlier_report
 from moemerge.report.files import report_bytes, report_document
 from moemerge.report.scores import write_scores_page
+from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.files import make_folder, write_whole
 from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.runtime.progress import Progress, counted
+from moemerge.runtime.ranks import SINGLE
+from moemerge.text.batches import make_batches
+from moemerge.text.domains import Domain, TextSettings, load_domains
 from moemerge.text.rows import write_rows
+from moemerge.text.tokens import load_tokenizer
 
 RESULTS = "results.json"
 
@@ -61,7 +73,7 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
         scored = judge_answers(job, verifiers, answers, progress)
     others = bridged_scores(job, progress) if request.output.lm_eval else []
     report = _report(job, answers, scored, others)
-    measured, notices = measure_texts(job, progress) if job.texts else ((), [])
+    measured, notices = _measure_texts(job, progress) if job.texts else ((), [])
     report = replace(
         report,
         perplexity=measured,
@@ -173,3 +185,78 @@ def _answers(task: ScoredTask, model: str) -> Iterator[dict[str, Any]]:
     for name, samples in zip(task.posed.names, task.answers[model], strict=True):
         for one in samples:
             yield {"problem": name, "prompt": one.text, **one.to_json()}
+
+
+# --- perplexity -----------------------------------------------------------------------------------
+
+
+def _measure_texts(
+    job: EvaluationJob, progress: Progress
+) -> tuple[tuple[TextPerplexity, ...], list[str]]:
+    """Run every model over every text; return the results, and notices about the text."""
+    found: dict[str, dict[str, DocumentLosses]] = {name: {} for name in job.texts}
+    rows: dict[str, dict[str, Domain]] = {name: {} for name in job.texts}
+    notices: list[str] = []
+    for label, reference in job.models.items():
+        model = open_model(label, reference)
+        model.require_readable("dequantise it to bfloat16 first and use that folder")
+        domains = _read_texts(job, model)
+        losses = _losses(job, model, domains, progress)
+        for domain in domains:
+            notices += domain.notices
+            own = losses.documents(domain)
+            if own is None:
+                raise DataError(
+                    f"{domain.name}: no token has a next one, so there is no loss",
+                    hint="give rows of more than one token",
+                )
+            found[domain.name][label], rows[domain.name][label] = own, domain
+    results = []
+    for place, (name, by_model) in enumerate(found.items()):
+        alike, others = _by_tokens(rows[name])
+        if others:
+            notices.append(
+                f"{name}: {', '.join(others)} has other tokens than {alike[0]}, so a loss a token "
+                "cannot be compared"
+            )
+        rng = np.random.default_rng([job.settings.seed, place])
+        results.append(compare_losses(name, by_model, alike, job.settings.draws, rng))
+    return tuple(results), list(dict.fromkeys(notices))
+
+
+def _read_texts(job: EvaluationJob, model: OpenModel) -> tuple[Domain, ...]:
+    bounds = TextSettings.of(job.settings, answers=True)
+    return load_domains(job.texts, load_tokenizer(model.checkpoint.tokenizer_folder), bounds)
+
+
+def _losses(
+    job: EvaluationJob, model: OpenModel, domains: Sequence[Domain], progress: Progress
+) -> NextTokenLoss:
+    device = resolve_device(job.settings.device)
+    dtype = forward_dtype(job.settings.dtype, model, device)
+    most = logit_batch_tokens(model, device, dtype)
+    losses = NextTokenLoss(SINGLE)
+    with ModelStream(
+        model.checkpoint,
+        make_batches(domains, batch_tokens=most),
+        StreamSettings(device, dtype),
+        output="logits",
+        on_output=losses.add,
+        progress=progress,
+    ) as running:
+        for _ in running:
+            pass
+    model.checkpoint.require_unchanged()
+    return losses
+
+
+def _by_tokens(domains: Mapping[str, Domain]) -> tuple[list[str], list[str]]:
+    """Return the models whose tokens are the first model's, and the others."""
+    first = next(iter(domains.values()))
+
+    def same(domain: Domain) -> bool:
+        pairs = zip(first.rows, domain.rows, strict=False)
+        return len(first.rows) == len(domain.rows) and all(a.equal(b) for a, b in pairs)
+
+    alike = [name for name, domain in domains.items() if same(domain)]
+    return alike, [name for name in domains if name not in alike]
