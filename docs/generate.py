@@ -221,6 +221,8 @@ UNSEEN_KINDS = {
     "refit": {"refit"},
     "gradient": {"gradient"},
     "distillation": {"distill", "distill-base"},
+    "fine-tuning": {"tuned", "tuned-base"},
+    "averaged routers": {"averaged"},
 }
 
 
