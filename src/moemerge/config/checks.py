@@ -164,12 +164,15 @@ class MethodCheck:
 
     def filters(self) -> Iterator[ConfigFilter]:
         """Return every filter with its path."""
-        for scope in self._scopes():
-            for name, value in scope.values.items():
+        parameters = {scope.path: scope.values for scope in self._scopes()}
+        for n, entry in enumerate(self.config.wrap or ()):
+            parameters["wrap", n, "parameters"] = entry.parameters
+        for path, values in parameters.items():
+            for name, value in values.items():
                 if isinstance(value, Conditional):
                     for i, branch in enumerate(value.branches):
                         if branch.filter is not None:
-                            yield ConfigFilter((*scope.path, name, i, "filter"), value, i)
+                            yield ConfigFilter((*path, name, i, "filter"), value, i)
 
     def misspelt(self) -> set[str]:
         """Return known parameters that an unknown one was probably meant to be."""

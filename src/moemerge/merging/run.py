@@ -160,7 +160,8 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
         _require_keepable(requantise)
     planner = Planner(loaded, models, vocabularies, requantise=requantise)
     output = planner.plan()
-    readers = [reader for reader in (merge.reader, merge.router_reader) if reader is not None]
+    readers = [merge.reader, *merge.wraps]
+    readers += [merge.router_reader] if merge.router_reader is not None else []
     ineffective = list(filter_faults(loaded.filters, readers, planner.names))
     files = merge_output_files(
         donor, vocabularies, output, config.chat_template, requantise=requantise
