@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -312,9 +312,11 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def edited(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of a model in one file, and write what was made of them."""
-    (file,) = folder.glob("*.safetensors")
+def edited(folder: Path, out: Path | None = None) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of a model in one file, or of its copy `out`, and write them again."""
+    if out is not None:
+        shutil.copytree(folder, out)
+    (file,) = (out or folder).glob("*.safetensors")
     tensors = load_file(file)
     yield tensors
     save_file(tensors, file, metadata={"format": "pt"})
@@ -322,9 +324,18 @@ def edited(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
 
 def spoilt(folder: Path, out: Path, name: str, value: float = float("nan")) -> Path:
     """Copy a model in one file and set one number of a tensor."""
-    shutil.copytree(folder, out)
-    with edited(out) as tensors:
+    with edited(folder, out) as tensors:
         tensors[name].view(-1)[-1] = value
+    return out
+
+
+def add_layer(folder: Path, out: Path) -> Path:
+    """Copy a model of three layers; a fourth is on disk, as for multi-token prediction."""
+    with edited(folder, out) as tensors:
+        own = {n: t for n, t in tensors.items() if n.startswith("model.layers.2.")}
+        tensors |= {n.replace("layers.2", "layers.3"): t.clone() for n, t in own.items()}
+        norm = own["model.layers.2.input_layernorm.weight"]
+        tensors["model.layers.3.enorm.weight"] = norm.clone()
     return out
 
 
@@ -370,11 +381,17 @@ def write_rows(path: Path, rows: Iterable[Any]) -> Path:
 
 def linear(models: Iterable[Any], **more: Any) -> dict[str, Any]:
     """A config for the mean of some models; a mapping has their names."""
-    if isinstance(models, Mapping):
-        entries = [{"model": str(path), "name": name} for name, path in models.items()]
-    else:
-        entries = [{"model": str(path)} for path in models]
-    return {"merge_method": "linear", "parameters": {"weight": 1.0}, "models": entries, **more}
+    named = models.items() if isinstance(models, Mapping) else ((None, one) for one in models)
+    entries = [
+        {"model": str(path), "name": name, "parameters": {"weight": 1.0}} for name, path in named
+    ]
+    return {"merge_method": "linear", "models": entries, **more}
+
+
+def stacked(*parts: tuple[Path, Sequence[int]]) -> dict[str, Any]:
+    """A config that stacks layers: of each model from a first one to before an end."""
+    sources = [{"model": str(model), "layer_range": list(layers)} for model, layers in parts]
+    return {"merge_method": "passthrough", "slices": [{"sources": [one]} for one in sources]}
 
 
 class Notes(Silent):
@@ -497,6 +514,7 @@ def assert_loads(folder: Path) -> None:
     with _quiet():
         loaded, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     with torch.no_grad():
         logits = loaded(input_ids=torch.arange(3, 12).unsqueeze(0), use_cache=False).logits
     assert torch.isfinite(logits).all()
