@@ -186,10 +186,8 @@ def writing(path: Path) -> Iterator[None]:
     """Turn an OSError, or that of torch.save, into an error with a hint."""
     try:
         yield
-    except OSError as error:
-        raise output_error(error, path) from error
-    except RuntimeError as error:
-        if not is_failed_save(error):
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_failed_save(error):
             raise
         raise output_error(error, path) from error
 

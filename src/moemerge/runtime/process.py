@@ -34,7 +34,7 @@ THREAD_BYTES = 32 * 2**20
 MIMALLOC_DELAY = "MIMALLOC_PURGE_DELAY"
 DELAY_MS = 1000
 
-_is_configured = False
+_is_configured = False  # whether `configure_process` was called
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the latter: before 2.9
 
 
@@ -51,11 +51,6 @@ def configure_process() -> None:
         # reads this when it first uses a GPU.
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     os.environ.setdefault(MIMALLOC_DELAY, str(DELAY_MS))
-
-
-def is_configured() -> bool:
-    """Return whether `configure_process` was called."""
-    return _is_configured
 
 
 @contextmanager
@@ -115,7 +110,7 @@ def share_one_heap() -> bool:
     For many threads of which one runs at a time. If each had its own heap, each would fault in its
     own pages and keep them.
     """
-    if not is_configured() or not _glibc("mallopt", _M_ARENA_MAX, 1):
+    if not _is_configured or not _glibc("mallopt", _M_ARENA_MAX, 1):
         return False
     reuse_freed_memory()
     return True
@@ -126,7 +121,7 @@ def give_back_large_buffers() -> None:
 
     For work with a few large matrices at a time.
     """
-    if is_configured():
+    if _is_configured:
         _glibc("mallopt", _M_MMAP_THRESHOLD, SMALL_BYTES)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from moemerge.checkpoint.quantised import compressed, formats
+from moemerge.checkpoint.quantised import formats
 from moemerge.checkpoint.quantised.scheme import relative_error
 from moemerge.checkpoint.quantised.tensor import (
     FetchStored,
@@ -62,7 +62,7 @@ class Quantisation:
 
 
 def recognise(
-    config: Mapping[str, Any], headers: Headers, read: compressed.ReadShape
+    config: Mapping[str, Any], headers: Headers, read: formats.ReadShape
 ) -> Quantisation | None:
     """Return the quantised tensors; None for plain floats and unsupported formats."""
     keys = _keys(config)
@@ -81,7 +81,7 @@ def recognise(
     elif method == "modelopt":
         tensors = formats.find_modelopt(headers, dtype)
     else:
-        tensors = compressed.find(section, headers, dtype, read)
+        tensors = formats.find_compressed(section, headers, dtype, read)
     units = stack_experts(config, {unit.name: unit for unit in tensors})
     if not units:
         raise CheckpointError(
@@ -97,11 +97,11 @@ def is_readable(section: Mapping[str, Any]) -> bool:
     """Return whether a quantization_config describes a supported format."""
     method = section.get("quant_method")
     if method == "modelopt":
-        return section.get("quant_algo") in formats.READABLE
+        return section.get("quant_algo") in formats.READABLE_ALGORITHMS
     if method != "compressed-tensors":
         return method in ("fp8", "mxfp4")
     changed = section.get("sparsity_config") or section.get("transform_config")
-    return section.get("format") in compressed.READABLE and not changed
+    return section.get("format") in formats.READABLE_COMPRESSED and not changed
 
 
 def without_sections(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,17 +134,8 @@ def _show(path: str, root: str, *, read_only: bool = True) -> None:
 def _mount(
     source: str | None, target: str, kind: str | None, flags: int, options: str | None = None
 ) -> None:
-    def encoded(text: str | None) -> bytes | None:
-        return None if text is None else os.fsencode(text)
-
-    call(
-        "mount",
-        encoded(source),
-        encoded(target),
-        encoded(kind),
-        ctypes.c_ulong(flags),
-        encoded(options),
-    )
+    *names, data = [text and os.fsencode(text) for text in (source, target, kind, options)]
+    call("mount", *names, ctypes.c_ulong(flags), data)
 
 
 def _write(path: str, text: str) -> None:
