@@ -7,7 +7,7 @@ import torch
 
 from moemerge.errors import UsageError
 from moemerge.runtime.dtypes import FLOATS, Dtype, dtype_name, parse_dtype
-from moemerge.runtime.progress import counted
+from moemerge.runtime.progress import TimeLeft, counted
 from moemerge.runtime.timing import Stopwatch, peak_memory
 
 CPU = torch.device("cpu")
@@ -26,6 +26,14 @@ def test_spans_add_up():
     assert totals["nothing"] == 0.0
     assert totals["counted"] == 2.5
     assert list(totals) == ["sleep", "nothing", "counted"]
+
+
+def test_the_time_left_is_that_of_steps_like_the_timed_ones(monkeypatch):
+    clock = iter([100.0, 103.0, 105.0, 106.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    left = TimeLeft(5)
+    left.skip()  # of an earlier run
+    assert [left.step() for _ in range(4)] == ["", ", 6 s left", ", 2 s left", ""]
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from moemerge.lockstep.output import RefusedResultError
 from moemerge.lockstep.request import LAYERS_KEPT, errors_of
 from moemerge.lockstep.streams import Stops, Visitor
 from moemerge.routing import Curvature, DomainFeatures, Preconditioner, RouterProblem, SolveSettings
-from moemerge.runtime.progress import counted
+from moemerge.runtime.progress import TimeLeft, counted
 from moemerge.runtime.ranks import Ranks
 from moemerge.runtime.timing import Stopwatch
 
@@ -38,9 +38,7 @@ class RouterCalibrator(Visitor):
         self._stopwatch = stopwatch
         self._warm_up = run.warm_up
         self._progress = run.progress
-        self._left = len(job.routers.pairs)
-        self._solved = 0
-        self._first = 0.0  # when the first router was solved
+        self._time_left = TimeLeft(len(job.routers.pairs))
 
     def visit(self, pair: PairedRouter, stops: Stops) -> Entry:
         """Solve for the router that all models stopped at."""
@@ -80,7 +78,7 @@ class RouterCalibrator(Visitor):
 
     def resumed(self, entry: Entry) -> None:
         """Apply `strict` to routers that an earlier run without it had finished."""
-        self._left -= 1
+        self._time_left.skip()
         self._require_converged(entry)
 
     def _require_converged(self, entry: Entry) -> None:
@@ -92,24 +90,13 @@ class RouterCalibrator(Visitor):
 
     def added(self, entry: Entry) -> None:
         row = entry.row
-        self._left -= 1
-        self._solved += 1
         before, after = (_mean(row[key]) for key in ("kl_before", "kl_after"))
         residual = "?" if row["residual"] is None else f"{row['residual']:.1e}"
         newton = counted(row["exact"]["steps"], "Newton step") + ", " if "exact" in row else ""
         self._progress.note(
             f"layer {row['layer']}: {counted(row['iterations'], 'step')}, residual {residual}, "
-            f"{newton}KL {before:.3g} → {after:.3g}{self._remaining()}"
+            f"{newton}KL {before:.3g} → {after:.3g}{self._time_left.step()}"
         )
-
-    def _remaining(self) -> str:
-        """Estimate the remaining time. The first router is excluded: its time has the warm-up."""
-        now = time.perf_counter()
-        if self._solved == 1:
-            self._first = now
-            return "" if self._left else ", 0 s left"
-        seconds = (now - self._first) / (self._solved - 1) * self._left
-        return f", {seconds:.0f} s left"
 
 
 def _mean(values: Mapping[str, float | None]) -> float:

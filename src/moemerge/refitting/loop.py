@@ -40,6 +40,7 @@ from moemerge.refitting.report import (
 from moemerge.refitting.routers import refit_router
 from moemerge.refitting.streams import RefitStreams
 from moemerge.runtime.gpu import to_host
+from moemerge.runtime.progress import TimeLeft
 from moemerge.runtime.timing import memory_in_use
 from moemerge.text.batches import Batch
 
@@ -67,6 +68,7 @@ class RefitLoop:
         if job.by_gradient:
             self.training = Training(settings.steps, settings.seed, job.weights, job.ranks)
         self._done_before: set[int] = set()  # layers that a killed run had finished
+        self._time_left = TimeLeft(sum(bool(layer.pauses) for layer in plan.layers))
         self._fitter: LayerFitter | None = None
         self._rows: list[Row] = []
         self._tensors: dict[str, Tensor] = {}  # routers of the layer at hand
@@ -90,6 +92,7 @@ class RefitLoop:
             self._refuse_if_strict(entry.row)
             self._search_from(entry.row["maps"])
             self._done_before.add(layer.number)
+            self._time_left.skip()
         if self._done_before:
             finished = len(self._done_before)
             self.context.progress.note(f"resuming a killed run: {finished} layers are finished")
@@ -236,7 +239,8 @@ class RefitLoop:
             fitter.notices,
         )
         self._search_from(row["maps"])
-        self._add(f"layer {fitter.plan.number}", self._stored_tensors(fitter.plan), row)
+        name, left = f"layer {fitter.plan.number}", self._time_left.step()
+        self._add(name, self._stored_tensors(fitter.plan), row, left)
         self._log_times(fitter.plan.number)
 
     def _log_times(self, layer: int) -> None:
@@ -304,12 +308,12 @@ class RefitLoop:
 
     # --- entries ---
 
-    def _add(self, name: str, tensors: dict[str, Tensor], row: Row) -> None:
+    def _add(self, name: str, tensors: dict[str, Tensor], row: Row, left: str = "") -> None:
         self.context.output.check()
         self._refuse_if_strict(row)
         for notice in row["notices"]:
             self.context.progress.note(notice)
-        self.context.progress.note(name + progress_of(row))
+        self.context.progress.note(f"{name}{progress_of(row)}{left}")
         self.context.output.add(Entry(name, tensors, row))
 
     def _refuse_if_strict(self, row: Mapping[str, Any]) -> None:

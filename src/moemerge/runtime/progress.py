@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -36,6 +37,33 @@ class Silent:
     def note(self, message: str) -> None: ...
 
     def finish(self) -> None: ...
+
+
+class TimeLeft:
+    """Estimates the time that similar steps of a job still take.
+
+    The first step is excluded: it includes what happens once.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+        self._timed = -1
+        self._began = 0.0
+
+    def skip(self) -> None:
+        """Count a step that an earlier run had finished."""
+        self._left -= 1
+
+    def step(self) -> str:
+        """Count a finished step; return `, 12 s left`, or nothing if no estimate is possible."""
+        now = time.perf_counter()
+        self._left -= 1
+        self._timed += 1
+        if self._timed == 0:
+            self._began = now
+        if self._timed == 0 or self._left == 0:
+            return ""
+        return f", {(now - self._began) / self._timed * self._left:.0f} s left"
 
 
 def counted(number: int, one: str, several: str = "") -> str:
