@@ -15,6 +15,7 @@ from moemerge.checkpoint import TensorInfo, check_output, main_dtype, parse_size
 from moemerge.composing.settings import ComposeConfig, ComposeSettings
 from moemerge.composing.targets import (
     NOT_CARRIED,
+    TOP_K,
     MoeTarget,
     require_alike,
     require_places,
@@ -69,7 +70,7 @@ class ComposeJob:
     @property
     def top_k(self) -> int:
         if self.target is not None:
-            return int(self.model_config[self.target.top_k])
+            return int(self.model_config[TOP_K])
         gate = self.parts.base.architecture.routers()[0].gate
         return 0 if gate is None else gate.top_k
 

@@ -14,6 +14,7 @@ from moemerge.errors import ArchitectureError, ConfigError
 from moemerge.features.known_configs import fill_config, parameter_names
 from moemerge.registry import did_you_mean
 
+TOP_K = "num_experts_per_tok"  # config key in every family of the table
 # Keys of a dense config that do not describe the result.
 NOT_CARRIED = ("_name_or_path", "quantization_config", "transformers_version", "auto_map")
 # Keys that differ between the filled configs of the dense model and the result.
@@ -41,7 +42,6 @@ class MoeTarget:
     class_name: str
     name: str  # in the config's `architecture:`
     count: str  # config key of the number of experts
-    top_k: str = "num_experts_per_tok"
     width: str | None = None  # config key of an expert's width, if not intermediate_size
     values: Mapping[str, Any] = field(default_factory=dict)  # further config values
     shared: Shared | None = None
@@ -81,7 +81,7 @@ class MoeTarget:
             "model_type": self.model_type,
             "tie_word_embeddings": base.architecture.tied,
             self.count: experts,
-            self.top_k: top_k,
+            TOP_K: top_k,
             **({} if self.width is None else {self.width: width}),
             **({self.shared.width: width} if self.shared and self.shared.width else {}),
             **({self.shared.count: 1} if shared and self.shared and self.shared.count else {}),

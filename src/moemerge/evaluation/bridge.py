@@ -157,19 +157,13 @@ def language_model(bridge: Bridge) -> Any:
             return bridge.log_likelihoods([(before, after) for _text, before, after in requests])
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            longest = int(min(bridge.tokenizer.model_max_length, ANY))
-            return [
-                sum(value for value, _likeliest in bridge.log_likelihoods(list(windows)))
-                for windows in (
-                    map(
-                        utils.make_disjoint_window,
-                        utils.get_rolling_token_windows(
-                            self.tok_encode(request.args[0]), self.prefix_token_id, longest, 1
-                        ),
-                    )
-                    for request in requests
-                )
-            ]
+            return [self._loglikelihood_of(request.args[0]) for request in requests]
+
+        def _loglikelihood_of(self, text: str) -> float:
+            longest, ids = int(min(bridge.tokenizer.model_max_length, ANY)), self.tok_encode(text)
+            windows = utils.get_rolling_token_windows(ids, self.prefix_token_id, longest, 1)
+            pairs = [utils.make_disjoint_window(window) for window in windows]
+            return sum(value for value, _likeliest in bridge.log_likelihoods(pairs))
 
     return BridgedModel()
 

@@ -60,23 +60,6 @@ class EvaluationSettings(EngineSettings):
     map: TextColumns = MAP
 
 
-class EvaluationKeywords(EngineKeywords, total=False):
-    """The fields of `EvaluationSettings` as keywords."""
-
-    protocol: Protocol
-    samples: int
-    temperature: float
-    max_new_tokens: int | None
-    limit: int | None
-    plain: bool
-    allow_code: bool
-    workers: int | None
-    draws: int
-    max_length: int
-    group: str | None
-    map: MapForm
-
-
 class EvaluationOutputSettings(Strict):
     """Where answers are kept, and what is written about them."""
 
@@ -94,9 +77,21 @@ class EvaluationOutputSettings(Strict):
     )
 
 
-class EvaluationOutKeywords(EvaluationKeywords, total=False):
+class EvaluationOutKeywords(EngineKeywords, total=False):
     """The fields of `EvaluationSettings` and `EvaluationOutputSettings` as keywords."""
 
+    protocol: Protocol
+    samples: int
+    temperature: float
+    max_new_tokens: int | None
+    limit: int | None
+    plain: bool
+    allow_code: bool
+    workers: int | None
+    draws: int
+    max_length: int
+    group: str | None
+    map: MapForm
     out: str | Path
     rescore: bool
     lm_eval: str | Sequence[str] | tuple[str, ...]

@@ -26,8 +26,7 @@ class Stopwatch:
     """
 
     device: torch.device
-    beside: dict[str, float] = field(default_factory=dict)
-    nbytes: dict[str, int] = field(default_factory=dict)
+    beside: dict[str, tuple[float, int]] = field(default_factory=dict)
     _seconds: dict[str, float] = field(default_factory=dict)
     _pending: list[tuple[str, Any, Any]] = field(default_factory=list)
     _beside_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -62,8 +61,8 @@ class Stopwatch:
     def aside(self, name: str, seconds: float, nbytes: int = 0) -> None:
         """Add the time and bytes of overlapping work. Thread-safe: several models may read."""
         with self._beside_lock:
-            self.beside[name] = self.beside.get(name, 0.0) + seconds
-            self.nbytes[name] = self.nbytes.get(name, 0) + nbytes
+            before = self.beside.get(name, (0.0, 0))
+            self.beside[name] = (before[0] + seconds, before[1] + nbytes)
 
     def totals(self) -> dict[str, float]:
         """Return seconds by name; synchronises with the device."""
@@ -100,8 +99,7 @@ class Timings:
     def of(cls, stopwatch: Stopwatch, solved: float, peak: int | None) -> Timings:
         parts = stopwatch.totals()
         parts["other"] = max(0.0, solved - math.fsum(parts.values()))
-        beside = {name: (s, stopwatch.nbytes[name]) for name, s in stopwatch.beside.items()}
-        return cls(parts, solved, beside, peak)
+        return cls(parts, solved, dict(stopwatch.beside), peak)
 
     def written(self, seconds: float, copied: tuple[float, int]) -> Timings:
         """Return the timings with those of writing the output."""
