@@ -97,6 +97,13 @@ def zoo_folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def models(zoo_folder, tmp_path):
+    """An OLMoE, which is read only, and two fine-tunes of it."""
+    base = zoo_folder("olmoe")
+    return [base, *(zoo.perturb(base, tmp_path / f"m{seed}", seed) for seed in (1, 2))]
+
+
 @pytest.fixture(scope="session")
 def case_of(zoo_folder, tmp_path_factory):
     """`case_of("olmoe", sources=3, dtype=torch.bfloat16)`: a merge to repair; read it only."""

@@ -14,6 +14,7 @@ import importlib
 import io
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -72,13 +73,31 @@ def moemerge(*words: str | Path, **more: str) -> subprocess.CompletedProcess[str
 
 def fresh(*words: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
     """`python -m moemerge WORDS` by an interpreter that has imported nothing."""
+    return interpreter("-m", "moemerge", *words, env=environment(**more))
+
+
+def interpreter(
+    *words: str | Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = LIMIT,
+) -> subprocess.CompletedProcess[str]:
+    """`python WORDS` by an interpreter that has imported nothing."""
+    command = [sys.executable, *map(str, words)]
     return subprocess.run(
-        [sys.executable, "-m", "moemerge", *map(str, words)],
-        capture_output=True,
-        text=True,
-        env=environment(**more),
-        timeout=LIMIT,
+        command, env=env, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+@contextlib.contextmanager
+def limited(kind: int, most: int) -> Iterator[None]:
+    """Less of a resource for this process, such as `resource.RLIMIT_FSIZE`, for a while."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
 
 
 def python(

@@ -230,11 +230,7 @@ def test_models_outside_the_family_table_pass(sound):
 )
 def test_a_value_that_is_wrong_in_the_first_model_only(sound, tmp_path, values, message):
     wrong = changed(sound, tmp_path / "wrong", **values)
-    config = {
-        "merge_method": "linear",
-        "models": [{"model": str(wrong)}, {"model": str(sound)}],
-        "parameters": {"weight": 0.5},
-    }
+    config = zoo.linear([wrong, sound])
     with pytest.raises(ArchitectureError, match=f"wrong/config.json: .*{message}"):
         moemerge.validate(config, tmp_path / "out")
     with pytest.raises(ArchitectureError, match=f"wrong/config.json: .*{message}"):

@@ -19,6 +19,7 @@ import moemerge
 import zoo
 from moemerge.calibration.report import CalibrationReport
 from moemerge.diagnosis.results import Diagnosis
+from moemerge.runtime.progress import Silent
 
 WORDS = zoo._WORDS.split()
 NAMES = ("math", "code", "chat")
@@ -47,6 +48,17 @@ class Case:
         """Sources and data as flags of a command."""
         sources = [f"--source={name}={path}" for name, path in self.sources.items()]
         return sources + [f"--data={name}={path}" for name, path in self.data.items()]
+
+
+class Interrupting(Silent):
+    """Ctrl-C at the first note with these words."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def note(self, message: str) -> None:
+        if self._words in message:
+            raise KeyboardInterrupt
 
 
 def make_case(
@@ -86,12 +98,8 @@ def write_text(path: Path, *, seed: int, rows: int = 14) -> Path:
     """Rows of unequal length; each domain leans to its own half of the words."""
     chance = random.Random(seed)
     half = WORDS[:40] if seed % 2 else WORDS[20:]
-    lines = [
-        json.dumps({"text": " ".join(chance.choices(half, k=chance.randint(6, 24)))})
-        for _ in range(rows)
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    texts = (" ".join(chance.choices(half, k=chance.randint(6, 24))) for _ in range(rows))
+    return zoo.write_rows(path, ({"text": text} for text in texts))
 
 
 def texts(path: Path) -> list[str]:
@@ -113,7 +121,7 @@ def changed_tensors(before: Path, after: Path) -> set[str]:
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def weights(folder: Path) -> dict[str, bytes]:

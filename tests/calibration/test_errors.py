@@ -81,8 +81,7 @@ def test_nan_is_named_as_it_is_stored(name, case, tmp_path):
 
 def test_a_merge_that_transformers_would_build_deeper_is_refused(case, tmp_path):
     """Without a number of layers it takes its own, whose weights nobody has."""
-    folder = tmp_path / "deeper"
-    shutil.copytree(case.merged, folder)
+    folder = shutil.copytree(case.merged, tmp_path / "deeper")
     config = json.loads((folder / "config.json").read_text())
     del config["num_hidden_layers"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -139,8 +138,7 @@ def test_too_little_disk_is_told_before_the_work(case, tmp_path, monkeypatch):
 
 
 def test_a_source_that_reads_other_tokens_is_not_streamed(case, tmp_path):
-    other = tmp_path / "math"
-    shutil.copytree(case.sources["math"], other)
+    other = shutil.copytree(case.sources["math"], tmp_path / "math")
     zoo.tiny_tokenizer(other, words=tuple(reversed(cases.WORDS)))
     sources = {**case.sources, "math": other}
     refused(
@@ -155,8 +153,7 @@ def test_a_source_that_reads_other_tokens_is_not_streamed(case, tmp_path):
 
 
 def test_a_quantised_model_is_refused(case, tmp_path):
-    folder = tmp_path / "quantised"
-    shutil.copytree(case.merged, folder)
+    folder = shutil.copytree(case.merged, tmp_path / "quantised")
     zoo.edit_config(folder, quantization_config={"quant_method": "gptq"})
     broken = cases.Case(folder, case.sources, case.data)
     refused(broken, tmp_path, ArchitectureError, "is quantised")

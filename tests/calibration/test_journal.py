@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,6 @@ from calibration import cases
 from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.features import settings
 from moemerge.runtime.journals import journal_path
-from moemerge.runtime.progress import Silent
 from processes import python
 
 KILLED = """
@@ -52,19 +52,10 @@ def kill_after_two_layers(case, settings_of):
         assert not (journal_path(out) / "0002.json").exists()
 
 
-class Interrupting(Silent):
-    def __init__(self, words="layer 0:"):
-        self.words = words
-
-    def note(self, message):
-        if self.words in message:
-            raise KeyboardInterrupt
-
-
 def interrupt_after_two_layers(case, out, **settings):
     """The journal of a killed run, without the seconds that another process takes to start."""
     with pytest.raises(KeyboardInterrupt):
-        case.calibrate(out, progress=Interrupting("layer 1:"), device="cpu", **settings)
+        case.calibrate(out, progress=cases.Interrupting("layer 1:"), device="cpu", **settings)
     assert not out.exists()
     assert sorted(p.name for p in journal_path(out).glob("*.json")) == [
         "0000.json", "0001.json", "key.json",
@@ -128,9 +119,8 @@ def test_other_batches_are_another_run(case, tmp_path, monkeypatch):
 
 def test_any_change_of_a_merged_router_is_another_run(case, tmp_path):
     """Not only one that a sample of its bytes would show."""
-    merged = tmp_path / "merged"
-    shutil.copytree(case.merged, merged)
-    case = cases.Case(merged, case.sources, case.data)
+    merged = shutil.copytree(case.merged, tmp_path / "merged")
+    case = replace(case, merged=merged)
     interrupt_after_two_layers(case, tmp_path / "out")
     with zoo.edited(merged) as tensors:
         tensors["model.layers.0.mlp.gate.weight"][0, 0] += 1.0
@@ -148,7 +138,7 @@ def test_what_was_noticed_before_the_end_is_not_forgotten(case, tmp_path):
 
     def interrupted():
         with pytest.raises(KeyboardInterrupt):
-            case.calibrate(out, max_steps=2, progress=Interrupting(" s left"))
+            case.calibrate(out, max_steps=2, progress=cases.Interrupting(" s left"))
 
     interrupted()
     resumed = case.calibrate(out, max_steps=2)
@@ -184,7 +174,7 @@ def test_a_journal_that_is_a_link_is_refused(case, tmp_path):
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_run_that_cannot_succeed_leaves_no_journal(case_of, tmp_path):
+def test_a_run_that_cannot_succeed_leaves_no_journal(case, tmp_path):
     with pytest.raises(NumericalError, match="did not converge"):
-        case_of("olmoe").calibrate(tmp_path / "deep" / "out", max_steps=2, strict=True)
+        case.calibrate(tmp_path / "deep" / "out", max_steps=2, strict=True)
     assert not list(tmp_path.iterdir())

@@ -1,11 +1,9 @@
 """What a calibration did to the routing on rows that it has not seen, in report, card and table."""
 
-import io
 import json
 import shutil
 
 import pytest
-from rich.console import Console
 from safetensors.torch import load_file
 
 import moemerge
@@ -13,6 +11,7 @@ import zoo
 from calibration import cases
 from moemerge.cli.repair_tables import calibrate_report
 from moemerge.diagnosis.page import loss_notices
+from terminal import printed
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +32,7 @@ def test_it_is_what_diagnose_measures(case, tmp_path):
     row = f"| math | {figures['tokens']['math']} | {figures['mismatch_before']['math']:.1%} | "
     assert row in card.partition("each model on its own features:")[2].partition("## Config")[0]
     assert not list(out.glob(".*"))
-    console = Console(file=io.StringIO(), width=200)
-    console.print(calibrate_report(report, verbose=False))
-    shown = console.file.getvalue()
+    shown = printed(calibrate_report(report, verbose=False))
     assert "(rows held out from the fit; each model on its own features)" in shown
     losses = figures["loss_before"]["math"], figures["loss_after"]["math"]
     assert f"math {losses[0]:.3f}→{losses[1]:.3f}" in shown
@@ -94,9 +91,7 @@ def test_rows_that_were_fitted_are_never_called_held_out(case, tmp_path):
     assert "No rows of code were held out, so nothing is measured there." in card
     measured = card.partition("each model on its own features:")[2]
     assert "| code |" not in measured.partition("## Config")[0]
-    console = Console(file=io.StringIO(), width=200)
-    console.print(calibrate_report(report, verbose=False))
-    shown = console.file.getvalue()
+    shown = printed(calibrate_report(report, verbose=False))
     assert "code: every figure is of rows that were fitted" in shown
     assert any(note.startswith("code: no rows are held out") for note in notes.said)
 

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from calibration import cases
 from moemerge.errors import CheckpointError, DataError, ResourceError
 from moemerge.runtime.ranks import LostRankError
 from moemerge.text.batches import divided, make_batches
@@ -30,19 +29,26 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_a_process_that_dies_ends_the_others_and_one_resumes(zoo_folder, tmp_path):
-    case = cases.make_case(zoo_folder("olmoe"), tmp_path, rows=8)
-    options = {"sources": case.sources, "data": case.data, **EXACT}
-    one = job("calibrate", case.merged, tmp_path / "out", report=tmp_path / "report", **options)
-    (code, words), _ = together({2: [one]}, before=DIES)
+@pytest.fixture
+def small(case_of):
+    return case_of("olmoe", rows=8)
+
+
+def calibration(case, folder, **options):
+    options |= {"sources": case.sources, "data": case.data, **EXACT}
+    return job("calibrate", case.merged, folder / "out", report=folder / "report", **options)
+
+
+def test_a_process_that_dies_ends_the_others_and_one_resumes(small, tmp_path):
+    (code, words), _ = together({2: [calibration(small, tmp_path)]}, before=DIES)
     assert code == LostRankError.exit_code
     assert "rank 0 of 2: another rank ended or could not be reached" in words
     assert "Traceback" not in words
     assert not (tmp_path / "out").exists()
-    report = case.calibrate(tmp_path / "out", resume=True, **EXACT)
+    report = small.calibrate(tmp_path / "out", resume=True, **EXACT)
     assert report.resumed == 1
-    case.calibrate(tmp_path / "alone", **EXACT)
-    assert off(tmp_path / "alone", tmp_path / "out", case.merged) < 1e-5
+    small.calibrate(tmp_path / "alone", **EXACT)
+    assert off(tmp_path / "alone", tmp_path / "out", small.merged) < 1e-5
 
 
 # Rank 1 cannot read some of the weights that it reads for both.
@@ -60,13 +66,11 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_weights_that_one_process_cannot_read_end_all(zoo_folder, tmp_path):
-    case = cases.make_case(zoo_folder("olmoe"), tmp_path, rows=8)
-    options = {"sources": case.sources, "data": case.data, **EXACT}
-    one = job("calibrate", case.merged, tmp_path / "out", report=tmp_path / "report", **options)
+def test_weights_that_one_process_cannot_read_end_all(small, tmp_path):
+    one = calibration(small, tmp_path)
     (code, words), (own_code, own_words) = together({2: [one]}, before=CANNOT_READ)
     assert (code, own_code) == (ResourceError.exit_code, CheckpointError.exit_code)
-    assert f"{case.merged} cannot be read by rank 1, which reads parts of it for rank 0" in words
+    assert f"{small.merged} cannot be read by rank 1, which reads parts of it for rank 0" in words
     assert own_words.startswith("the disk fails")
 
 
@@ -86,17 +90,15 @@ if os.environ["RANK"] == "1":
 
 
 @pytest.mark.slow
-def test_a_journal_that_others_do_not_see_is_sent_to_them(zoo_folder, tmp_path):
-    case = cases.make_case(zoo_folder("olmoe"), tmp_path, rows=8)
-    options = {"sources": case.sources, "data": case.data, "resume": True, **EXACT}
-    one = job("calibrate", case.merged, tmp_path / "out", report=tmp_path / "report", **options)
+def test_a_journal_that_others_do_not_see_is_sent_to_them(small, tmp_path):
+    one = calibration(small, tmp_path, resume=True)
     together({2: [one]}, before=DIES)
     assert (tmp_path / ".out.journal").is_dir()
     for code, words in together({2: [one]}, before=ELSEWHERE):
         assert code == 0, words
     assert json.loads((tmp_path / "report.1").read_text())["resumed"] == 1
-    case.calibrate(tmp_path / "alone", **EXACT)
-    assert off(tmp_path / "alone", tmp_path / "out", case.merged) < 1e-5
+    small.calibrate(tmp_path / "alone", **EXACT)
+    assert off(tmp_path / "alone", tmp_path / "out", small.merged) < 1e-5
 
 
 def test_few_batches_are_divided_among_processes():

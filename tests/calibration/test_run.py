@@ -101,9 +101,15 @@ def test_features_with_a_mean_and_sure_routers_take_few_steps(mean, zoo_folder, 
     assert solves == [("converged", True)] * 3
 
 
-def test_lower_precision_of_the_forward(case_of, tmp_path):
+@pytest.mark.parametrize(
+    "how",
+    [{"dtype": "bfloat16"}, pytest.param({"device": "cuda"}, marks=pytest.mark.gpu)],
+    ids=["cpu", "gpu"],
+)
+def test_lower_precision_of_the_forward(how, case_of, tmp_path):
+    """On a GPU a bfloat16 checkpoint runs in bfloat16."""
     case = case_of("olmoe", dtype=torch.bfloat16)
-    report = case.calibrate(tmp_path / "out", dtype="bfloat16")
+    report = case.calibrate(tmp_path / "out", **how)
     assert report.dtype == "bfloat16"
     for row in report.layers:
         assert row["status"] == "converged"
@@ -127,8 +133,7 @@ def test_a_heavy_source_is_agreed_with(settings, case, tmp_path):
 
 
 def test_the_base_is_recognised_by_its_folder(case, tmp_path, monkeypatch):
-    merged = tmp_path / "merged"
-    shutil.copytree(case.merged, merged)
+    merged = shutil.copytree(case.merged, tmp_path / "merged")
     (tmp_path / "link").symlink_to(case.sources["code"])
     (merged / "moemerge_config.yml").write_text(f"base_model: {tmp_path / 'link'}\n")
     monkeypatch.chdir(case.sources["code"].parent)
@@ -140,9 +145,9 @@ def test_the_base_is_recognised_by_its_folder(case, tmp_path, monkeypatch):
 # --- what is told -------------------------------------------------------------------------------
 
 
-def test_every_layer_is_told(case_of, tmp_path):
+def test_every_layer_is_told(case, tmp_path):
     notes = zoo.Notes()
-    report = case_of("olmoe").calibrate(tmp_path / "out", progress=notes)
+    report = case.calibrate(tmp_path / "out", progress=notes)
     assert len(notes.said) == 5
     assert "no source is the base model" in notes.said[0]
     read, need = format_size(report.bytes_read["files"]), format_size(report.memory)
@@ -233,8 +238,7 @@ def test_a_rise_on_rows_held_out_is_told():
 
 
 def test_a_card_that_somebody_wrote_is_kept(case, tmp_path):
-    merged = tmp_path / "merged"
-    shutil.copytree(case.merged, merged)
+    merged = shutil.copytree(case.merged, tmp_path / "merged")
     (merged / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n\nA story.\n")
     cases.Case(merged, case.sources, case.data).calibrate(tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
@@ -257,21 +261,13 @@ def test_a_card_does_not_promise_what_rows_in_memory_take_away(case, tmp_path):
 # --- merge and calibrate ------------------------------------------------------------------------
 
 
-def run_config(case, **more):
-    return {
-        "merge_method": "linear",
-        "models": [
-            {"model": str(path), "name": name, "parameters": {"weight": 0.5}}
-            for name, path in case.sources.items()
-        ],
-        "tokenizer": {"source": str(case.sources["math"])},
-        **more,
-    }
-
-
 def calibrated_config(case, **settings):
-    data = {name: str(path) for name, path in case.data.items()}
-    return run_config(case, data=data, calibration={"alpha": 0.7, **settings})
+    return zoo.linear(
+        case.sources,
+        tokenizer={"source": str(case.sources["math"])},
+        data={name: str(path) for name, path in case.data.items()},
+        calibration={"alpha": 0.7, **settings},
+    )
 
 
 @pytest.fixture
@@ -300,17 +296,11 @@ def test_the_advice_to_add_the_base_can_be_followed(with_tokenizers, tmp_path):
     assert report.calibration.notices == ()
 
 
-class Interrupting(zoo.Notes):
-    def note(self, message):
-        if message.startswith("layer 1:"):
-            raise KeyboardInterrupt
-
-
 def test_an_interrupted_run_merges_again_and_goes_on(with_tokenizers, tmp_path):
     config = calibrated_config(with_tokenizers)
     out = tmp_path / "results" / "out"
     with pytest.raises(KeyboardInterrupt):
-        moemerge.run(config, out, progress=Interrupting())
+        moemerge.run(config, out, progress=cases.Interrupting("layer 1:"))
     assert [path.name for path in out.parent.iterdir()] == [".out.journal"]
     report = moemerge.run(config, out)
     assert report.calibration is not None

@@ -4,15 +4,11 @@ import base64
 import hashlib
 import json
 import os
-import shutil
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub
 import pytest
-import torch
 import yaml
 
 import moemerge as package
@@ -137,10 +133,14 @@ def known_hub(hub, monkeypatch):
 
 @pytest.fixture
 def config(zoo_folder, tmp_path):
-    models = [{"model": str(zoo_folder("olmoe"))}]
     path = tmp_path / "config.yml"
-    path.write_text(yaml.safe_dump({"merge_method": "passthrough", "models": models}))
+    path.write_text(yaml.safe_dump(zoo.linear([zoo_folder("olmoe")])))
     return path
+
+
+@pytest.fixture
+def variables(hub, tmp_path):
+    return {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.known_token, "HF_HOME": str(tmp_path)}
 
 
 def environment(**variables):
@@ -156,13 +156,10 @@ def moemerge(*words, **variables):
     return processes.python(READ_AGAIN + processes.COMMAND, *words, env=environment(**variables))
 
 
-def test_a_merge_is_uploaded_with_its_card(hub, config, tmp_path):
+def test_a_merge_is_uploaded_with_its_card(hub, variables, config, tmp_path):
     out = tmp_path / "out"
-    variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.known_token, "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "moemerge", "merge", config, out, "--push-to-hub", "me/m"]
-    done = subprocess.run(
-        command, env=environment(**variables), capture_output=True, text=True, timeout=120
-    )
+    command = ["-m", "moemerge", "merge", config, out, "--push-to-hub", "me/m"]
+    done = processes.interpreter(*command, env=environment(**variables))
     assert done.returncode == 0, done.stderr
     assert f"uploaded: {hub.url}/me/m" in done.stderr
     assert hub.repositories == ["m"]
@@ -177,20 +174,13 @@ def test_a_repaired_model_is_uploaded_once_it_is_whole(verb, known_hub, zoo_fold
     case = cases.make_case(zoo_folder("olmoe", num_hidden_layers=2), tmp_path / "case", rows=6)
     given = {"sources": case.sources, "data": case.data, "push_to_hub": "me/m", "layers": "1"}
     given |= {"ridge": 0.1, "holdout": 0} if verb == "refit" else {}
+    bad = zoo.spoilt(case.merged, tmp_path / "bad", "model.layers.1.self_attn.q_proj.weight")
     with pytest.raises(NumericalError):
-        job(spoilt(case.merged, tmp_path / "bad"), out, **given)
+        job(bad, out, **given)
     assert (hub.repositories, hub.files) == ([], {})
     job(case.merged, out, **given)
     assert hub.repositories == ["m"]
     assert hub.files == {p.name: p.read_bytes() for p in out.iterdir()}
-
-
-def spoilt(model, out):
-    """A copy whose last layer holds a NaN."""
-    shutil.copytree(model, out)
-    with zoo.edited(out) as tensors:
-        tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
-    return out
 
 
 def test_tuning_asks_before_any_work(tmp_path):
@@ -198,10 +188,9 @@ def test_tuning_asks_before_any_work(tmp_path):
         package.tune("no/model", tmp_path / "out", data=[], push_to_hub="me/m/x")
 
 
-def test_a_failed_upload_leaves_out_and_says_so(hub, config, tmp_path):
+def test_a_failed_upload_leaves_out_and_says_so(hub, variables, config, tmp_path):
     hub.full = True
     out = tmp_path / "out"
-    variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.known_token, "HF_HOME": str(tmp_path)}
     done = moemerge("run", config, out, "--push-to-hub", "me/m", "-q", **variables)
     assert done.returncode == 3
     assert f"{out} is written and whole, but could not be uploaded to me/m" in done.stderr
@@ -212,7 +201,7 @@ def test_a_failed_upload_leaves_out_and_says_so(hub, config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("repo", "variables", "words"),
+    ("repo", "wrong", "words"),
     [
         ("me/m", {"HF_TOKEN": "hf_other"}, "hf auth login"),
         ("me/m", {"HF_TOKEN": ""}, "hf auth login"),
@@ -222,11 +211,10 @@ def test_a_failed_upload_leaves_out_and_says_so(hub, config, tmp_path):
     ],
 )
 def test_what_cannot_be_uploaded_is_refused_before_any_work(
-    repo, variables, words, hub, config, tmp_path
+    repo, wrong, words, hub, variables, config, tmp_path
 ):
-    usual = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.known_token, "HF_HOME": str(tmp_path)}
     out = tmp_path / "out"
-    done = moemerge("merge", config, out, "--push-to-hub", repo, **{**usual, **variables})
+    done = moemerge("merge", config, out, "--push-to-hub", repo, **{**variables, **wrong})
     assert done.returncode == 3
     assert words in done.stderr
     assert "Traceback" not in done.stderr

@@ -16,6 +16,7 @@ from moemerge.checkpoint.output import (
     writing,
 )
 from moemerge.errors import CheckpointError, ResourceError
+from processes import limited
 
 
 def model(folder):
@@ -256,13 +257,9 @@ def test_runs_that_end_at_once_leave_one_whole_folder(tmp_path, overwrite):
 
 @pytest.mark.parametrize("most", [0, 100, 30_000])
 def test_a_state_that_does_not_fit_is_reported_as_such(tmp_path, most):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        with (
-            pytest.raises(CheckpointError, match=r"x cannot be written: .*\n  free some space"),
-            writing(tmp_path / "x"),
-        ):
-            torch.save({"weights": torch.zeros(20_000)}, tmp_path / "x")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with (
+        limited(resource.RLIMIT_FSIZE, most),
+        pytest.raises(CheckpointError, match=r"x cannot be written: .*\n  free some space"),
+        writing(tmp_path / "x"),
+    ):
+        torch.save({"weights": torch.zeros(20_000)}, tmp_path / "x")

@@ -283,10 +283,9 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:5000], at))
     value = torch.arange(30_001, dtype=torch.int32)
-    info = TensorInfo.of("w", value.dtype, value.shape)
-    with CheckpointWriter(tmp_path / "out", [info], shard_bytes=10**9, overwrite=False) as writer:
-        writer.write("w", value)
-        writer.commit()
+    with writer(tmp_path / "out", {"w": value}) as w:
+        w.write("w", value)
+        w.commit()
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], value)
 
 

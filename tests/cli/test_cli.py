@@ -16,12 +16,6 @@ from processes import COMMAND, environment, fresh, moemerge, start
 
 
 @pytest.fixture
-def models(tmp_path, zoo_folder):
-    base = zoo_folder("olmoe")
-    return [base, *(zoo.perturb(base, tmp_path / f"m{seed}", seed) for seed in (1, 2))]
-
-
-@pytest.fixture
 def config(models, tmp_path):
     base, a, b = models
     path = tmp_path / "ties.yml"

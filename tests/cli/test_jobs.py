@@ -3,16 +3,14 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 import zoo
 from evaluation.cases import write_task
 from moemerge import api
-from moemerge.cli.app import app
 from moemerge.statistics import Statistics
 from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
-from processes import moemerge
+from terminal import moemerge
 
 GREEDY = ["--samples", "1", "--temperature", "0", "--device", "cpu", "--draws", "300"]
 
@@ -27,13 +25,10 @@ def task(tmp_path):
     return write_task(tmp_path, problems("math", split="test", count=20, seed=3))
 
 
-def evaluate(*words):
-    return CliRunner().invoke(app, ["evaluate", *words])
-
-
 def test_scores_pairs_and_what_is_to_do(models, task, tmp_path):
     out, report = tmp_path / "out", tmp_path / "report.json"
-    result = evaluate(*models, "--task", task, "--out", str(out), "--json", str(report), *GREEDY)
+    asked = ["--task", task, "--out", out, *GREEDY]
+    result = moemerge("evaluate", *models, *asked, "--json", report)
     assert result.exit_code == 0, result.output
     assert "math: 20 completions to make" in result.output
     assert "at most 480 tokens to generate" in result.output
@@ -43,15 +38,14 @@ def test_scores_pairs_and_what_is_to_do(models, task, tmp_path):
     assert f"{100 * score['mean']:.1f} ± {100 * score['error']:.1f}" in result.output
     del told["moemerge"]
     assert told == json.loads((out / "results.json").read_text())["evaluation"]
-    again = evaluate("--rescore", "--task", task, "--out", str(out), *GREEDY)
+    again = moemerge("evaluate", "--rescore", *asked)
     assert again.exit_code == 0, again.output
     assert "math − chat" in again.output
 
 
 def test_draws_are_bounded(models, task, tmp_path):
-    result = evaluate(
-        *models, "--out", str(tmp_path / "out"), "--task", task, "--draws", "100000000000"
-    )
+    asked = ["--out", tmp_path / "out", "--task", task, "--draws", "100000000000"]
+    result = moemerge("evaluate", *models, *asked)
     assert result.exit_code == 2
     assert "--draws" in result.output
     assert not (tmp_path / "out").exists()
@@ -71,7 +65,7 @@ def test_draws_are_bounded(models, task, tmp_path):
 def test_what_is_wrong_is_told_and_nothing_is_left(models, task, tmp_path, words, code, message):
     before = sorted(path.name for path in tmp_path.iterdir())
     words = [task if word == "TASK" else word for word in words]
-    result = evaluate(*models, "--out", str(tmp_path / "out"), *words, *GREEDY)
+    result = moemerge("evaluate", *models, "--out", tmp_path / "out", *words, *GREEDY)
     assert result.exit_code == code, result.output
     assert message in " ".join(result.output.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -84,23 +78,16 @@ def model():
 
 @pytest.fixture
 def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    rows = [
-        {"q": p.prompt, "final": p.answer} for p in problems("math", split="test", count=20, seed=3)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def make_data(*words):
-    return CliRunner().invoke(app, ["data", *words])
+    asked = problems("math", split="test", count=20, seed=3)
+    rows = [{"q": p.prompt, "final": p.answer} for p in asked]
+    return zoo.write_rows(tmp_path / "prompts.jsonl", rows)
 
 
 def test_answers_are_kept_and_told_of(model, prompts, tmp_path):
     out, report = tmp_path / "out.jsonl", tmp_path / "report.json"
-    result = make_data(
-        model, str(out), "--prompts", prompts, "--map", "prompt=q,answer=final", "--verify",
-        "exact", "--max-new-tokens", "24", "--device", "cpu", "--json", str(report),
+    result = moemerge(
+        "data", model, out, "--prompts", prompts, "--map", "prompt=q,answer=final", "--verify",
+        "exact", "--max-new-tokens", "24", "--device", "cpu", "--json", report,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     told = json.loads(report.read_text())
@@ -124,7 +111,7 @@ def test_each_model_completes_each_prompt(tmp_path):
     built_in = [line for line in done.stdout.splitlines() if " -> " in line]
     assert [line.split(": ")[0] for line in built_in] == ["OUT", "OUT", "math", "math"]
     done = moemerge("merge", config, tmp_path / "b", "--sample", " ")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "the prompt is empty" in done.stderr
     assert not (tmp_path / "b").exists()
     for file in out.glob("tokenizer*"):
@@ -132,26 +119,19 @@ def test_each_model_completes_each_prompt(tmp_path):
     assert "could not run" in api.sample({"OUT": out}, ["hello"])["OUT"][0]
 
 
-def stats(*args):
-    environment = {"COLUMNS": "200", "NO_COLOR": "1"}
-    return CliRunner().invoke(app, ["stats", *map(str, args)], env=environment)
-
-
 @pytest.fixture
 def case(zoo_folder, tmp_path):
     """A model folder and its text."""
     folder = zoo.perturb(zoo_folder("olmoe"), tmp_path / "model", seed=1)
     zoo.tiny_tokenizer(folder)
-    text = tmp_path / "text.jsonl"
-    rows = ("one plus two is three", "def sum of list return value", "what is a model")
-    text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    return folder, text
+    texts = ("one plus two is three", "def sum of list return value", "what is a model")
+    return folder, zoo.write_rows(tmp_path / "text.jsonl", ({"text": text} for text in texts))
 
 
 def test_the_file_and_what_is_told(case, tmp_path):
     folder, text = case
     out, report = tmp_path / "a.stats", tmp_path / "report.json"
-    result = stats(folder, out, "--data", text, "--device", "cpu", "--json", report)
+    result = moemerge("stats", folder, out, "--data", text, "--device", "cpu", "--json", report)
     assert result.exit_code == 0, result.output
     assert "gram statistics of" in result.stdout
     assert "3 sequences" in result.stdout
@@ -167,11 +147,11 @@ def test_the_file_and_what_is_told(case, tmp_path):
 def test_what_is_not_read_of_the_text_is_told(case, tmp_path):
     folder, text = case
     rows = [{"prompt": "one plus two", "respnse": "three"}, {"prompt": "what is a model"}]
-    text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    zoo.write_rows(text, rows)
     flags = ("--data", text, "--device", "cpu", "--max-length", "3")
-    result = stats(folder, tmp_path / "a.stats", *flags)
+    result = moemerge("stats", folder, tmp_path / "a.stats", *flags)
     assert "respnse" in result.stderr
     assert "2 of 2 rows longer than --max-length, 3 tokens" in result.stderr
-    quiet = stats(folder, tmp_path / "b.stats", *flags, "-q")
+    quiet = moemerge("stats", folder, tmp_path / "b.stats", *flags, "-q")
     assert (quiet.exit_code, quiet.output) == (0, "")
     assert (tmp_path / "a.stats").read_bytes() == (tmp_path / "b.stats").read_bytes()

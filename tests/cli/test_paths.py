@@ -7,15 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import zoo
-from moemerge.cli.app import app
-
-
-def moemerge(*args):
-    env = {"COLUMNS": "200", "NO_COLOR": "1"}
-    return CliRunner().invoke(app, [str(arg) for arg in args], env=env)
+from terminal import moemerge
 
 
 @pytest.fixture

@@ -6,12 +6,11 @@ import sys
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
+import terminal
 import zoo
 from calibration import cases
 from moemerge.checkpoint import Checkpoint
-from moemerge.cli.app import app
 
 PLUGIN = '''
 from dataclasses import dataclass
@@ -56,9 +55,7 @@ def plugin(tmp_path):
 
 
 def moemerge(*words):
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return terminal.succeed(*words).stdout
 
 
 def test_a_method_of_ones_own_merges(plugin, zoo_folder, tmp_path):
@@ -69,7 +66,7 @@ def test_a_method_of_ones_own_merges(plugin, zoo_folder, tmp_path):
     ]
     config = tmp_path / "own.yml"
     config.write_text(yaml.safe_dump({"merge_method": "test_shares", "models": models}))
-    assert "unknown merge method" in CliRunner().invoke(app, ["validate", str(config)]).output
+    assert "unknown merge method" in terminal.moemerge("validate", config).output
     moemerge("validate", config, "--plugin", plugin)
     moemerge("merge", config, tmp_path / "merged", "--plugin", plugin)
     moemerge("run", config, tmp_path / "ran", "--plugin", plugin, "--plugin", plugin)
@@ -127,7 +124,7 @@ def test_a_function_of_a_plugin_judges(plugin):
 def test_plugins_that_cannot_be_used(name, text, words, tmp_path):
     if text is not None:
         (tmp_path / name).write_text(text)
-    result = CliRunner().invoke(app, ["ls", "methods", "--plugin", str(tmp_path / name)])
+    result = terminal.moemerge("ls", "methods", "--plugin", tmp_path / name)
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
 
@@ -148,15 +145,12 @@ def test_a_method_that_fails_is_named_and_nothing_is_written(body, said, zoo_fol
         f"def fails(inputs, base, options, unit):\n    'Fails.'\n    {body}\n"
     )
     config = tmp_path / "own.yml"
-    config.write_text(
-        yaml.safe_dump(
-            {"merge_method": "test_fails", "models": [{"model": str(zoo_folder("olmoe"))}]}
-        )
-    )
-    words = ["merge", str(config), str(tmp_path / "out"), "--plugin", str(plugin)]
+    models = [{"model": str(zoo_folder("olmoe"))}]
+    config.write_text(yaml.safe_dump({"merge_method": "test_fails", "models": models}))
+    words = ["merge", config, tmp_path / "out", "--plugin", plugin]
     before = sorted(tmp_path.iterdir())
     try:
-        result = CliRunner().invoke(app, words)
+        result = terminal.moemerge(*words)
     finally:
         sys.modules.pop(plugin.stem, None)
     assert result.exit_code == 2, result.output

@@ -1,12 +1,9 @@
 """Commands that only look do not wait for torch, transformers or numpy."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 import zoo
+from processes import environment, interpreter
 
 # Runs a command, and tells on stderr which slow packages came in, and by which import of ours.
 WATCHED = """
@@ -54,13 +51,7 @@ def folder(zoo_folder, tmp_path_factory):
     ],
 )
 def test_a_command_that_only_looks_imports_nothing_slow(code, command, folder):
-    result = subprocess.run(
-        [sys.executable, "-c", WATCHED, *command.split()],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200"},
-    )
+    result = interpreter("-c", WATCHED, *command.split(), cwd=folder, env=environment())
     assert result.returncode == code, result.stderr
     assert "SLOW" not in result.stderr, (
         f"{result.stderr}\ntake torch and numpy from moemerge.runtime.lazy, and import what runs "
@@ -74,7 +65,7 @@ def test_importing_the_package_imports_almost_nothing():
         "print(*({m.partition('.')[0] for m in set(sys.modules) - before} "
         "- set(sys.stdlib_module_names)))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = interpreter("-c", code)
     assert result.stdout.split() == ["moemerge"]
 
 
@@ -84,7 +75,7 @@ def test_nothing_but_the_command_line_itself_comes_before_its_ctrl_c():
         "import signal, sys; before = set(sys.modules); from moemerge.cli import main; "
         "print(sorted(set(sys.modules) - before))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = interpreter("-c", code)
     assert done.stdout.strip() == "['__future__', 'moemerge', 'moemerge.cli']"
 
 
@@ -103,6 +94,6 @@ def test_flags_of_verbs_that_are_not_asked_for_are_not_made(asked, verbs):
         f"from moemerge import cli; cli.asked = {asked!r}; from moemerge.cli.app import app; "
         "print(*(command.name or command.callback.__name__ for command in app.registered_commands))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = interpreter("-c", code)
     made = set(done.stdout.split())
     assert made == verbs if verbs else {"merge", "validate", "inspect", "study"} <= made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ def make_models(path: Path, base: Path, lengths: Sequence[int], *, unlike: bool 
         chance = random.Random(seed)
         words = zoo._WORDS.split()[seed::2] if unlike else zoo._WORDS.split()
         rows = [{"text": " ".join(chance.choices(words, k=n))} for n in lengths]
-        (path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        zoo.write_rows(path / f"{name}.jsonl", rows)
     return path
 
 

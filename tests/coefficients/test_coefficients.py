@@ -112,6 +112,14 @@ def test_sens_is_the_direct_computation(folder, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["sens.yml"]
 
 
+def merged_before_and_after(folder, tmp_path, file, measure):
+    """A figure of the merges with weights of 0.3 and with the coefficients that were found."""
+    even = config(folder, parameters={"weight": 0.3})
+    for name, settings in (("before", even), ("after", config(folder, coefficients=str(file)))):
+        moemerge.merge(settings, tmp_path / name, device="cpu")
+    return (measure(folder, tmp_path / name) for name in ("before", "after"))
+
+
 def mean_entropy(folder, model):
     """Over both texts, each text's tokens alike."""
     whole, means = direct.whole_model(model), []
@@ -131,10 +139,7 @@ def test_adamerging_lowers_the_entropy_of_a_real_merge(folder, tmp_path):
         assert set(found.values[name]) == {"*", *PLACES}
         assert all(0 <= value <= 1 for value in found.values[name].values())
         assert all(abs(value - 0.3) > 1e-3 for value in found.values[name].values())
-    moemerge.merge(config(folder, coefficients=str(out)), tmp_path / "after", device="cpu")
-    even = config(folder, parameters={"weight": 0.3})
-    moemerge.merge(even, tmp_path / "before", device="cpu")
-    before, after = (mean_entropy(folder, tmp_path / n) for n in ("before", "after"))
+    before, after = merged_before_and_after(folder, tmp_path, out, mean_entropy)
     assert report.measured["entropy"][0] == pytest.approx(before, rel=1e-4)
     assert after < report.measured["entropy"][-1] < before
     again = tmp_path / "again.yml"
@@ -169,10 +174,7 @@ def test_expertmerging_brings_a_real_merge_closer_to_its_models(folder, tmp_path
     out, held = tmp_path / "expert.yml", tmp_path / "held.yml"
     adam = {"lr": 0.03, "rows": 4, **CPU}  # all rows
     report = moemerge.find_coefficients("expertmerging", config(folder), out, steps=6, **adam)
-    moemerge.merge(config(folder, coefficients=str(out)), tmp_path / "after", device="cpu")
-    even = config(folder, parameters={"weight": 0.3})
-    moemerge.merge(even, tmp_path / "before", device="cpu")
-    before, after = (misalignment(folder, tmp_path / n) for n in ("before", "after"))
+    before, after = merged_before_and_after(folder, tmp_path, out, misalignment)
     assert report.measured["loss"][0] == pytest.approx(before, rel=1e-4)
     assert after < before
     moemerge.find_coefficients("expertmerging", config(folder), held, steps=6, anchor=1e3, **adam)

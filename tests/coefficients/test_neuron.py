@@ -171,24 +171,19 @@ def test_which_domain_a_neuron_serves():
         ({"groups": {"a": {"math": 1.0}, "b": {"math": 1.0, "code": 0.0}}}, "differs in 'code'"),
         ({"groups": {}}, "groups"),
         ({"grups": {}}, "grups"),
+        ({"merge_method": "linear"}, "keeps no base apart"),
     ],
 )
-def test_what_is_refused_of_a_file(folder, tmp_path, change, words):
+def test_what_is_refused(folder, tmp_path, change, words):
+    """Of a file, and of the method that it is for."""
     width = mlps(folder / "base")["model.layers.0.mlp.experts.1"]
-    labels = {"model.layers.0.mlp.experts.1": "01" * (width // 2)}
-    file = written(tmp_path / "mine.yml", **{"labels": labels, **change})
+    parts = {"labels": {"model.layers.0.mlp.experts.1": "01" * (width // 2)}, **change}
+    method = parts.pop("merge_method", "task_arithmetic")
+    file = written(tmp_path / "mine.yml", **parts)
+    given = config(folder, merge_method=method, coefficients=str(file))
     with pytest.raises(ConfigError, match=words):
-        moemerge.merge(config(folder, coefficients=str(file)), tmp_path / "out", device="cpu")
+        moemerge.merge(given, tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()
-
-
-def test_methods_without_a_base_are_refused(folder, tmp_path):
-    width = mlps(folder / "base")["model.layers.0.mlp.experts.1"]
-    labels = {"model.layers.0.mlp.experts.1": "01" * (width // 2)}
-    file = written(tmp_path / "mine.yml", labels)
-    plain = config(folder, merge_method="linear", coefficients=str(file))
-    with pytest.raises(ConfigError, match="keeps no base apart"):
-        moemerge.merge(plain, tmp_path / "out", device="cpu")
 
 
 def test_experts_that_no_token_reaches_are_general(folder, tmp_path):

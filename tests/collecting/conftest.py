@@ -1,11 +1,10 @@
 """Tiny models with tokenizers, and text for them."""
 
-import json
+import functools
 import random
 
 import pytest
 
-import multimodal_zoo
 import zoo
 from moemerge.collecting.job import CollectRequest
 from moemerge.collecting.run import run_collect
@@ -20,27 +19,13 @@ def text(tmp_path_factory):
     words = zoo._WORDS.split()
     lengths = (7, 31, 12, 12, 25, 3, 18, 0, 40)
     rows = [{"text": " ".join(chance.choices(words, k=n))} for n in lengths]
-    path = tmp_path_factory.mktemp("text") / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return zoo.write_rows(tmp_path_factory.mktemp("text") / "rows.jsonl", rows)
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory):
+def model_folder(zoo_folder):
     """`model_folder("olmoe", fused=True)`: a tiny checkpoint with a tokenizer; read it only."""
-    built = {}
-
-    def folder(family, **options):
-        if not zoo.installed(family):
-            pytest.skip(f"the installed transformers has no {family}")
-        key = (family, *sorted((name, repr(value)) for name, value in options.items()))
-        if key not in built:
-            rooms = multimodal_zoo if family in multimodal_zoo.FAMILIES else zoo
-            path = rooms.build(family, tmp_path_factory.mktemp(family), **options)
-            built[key] = zoo.tiny_tokenizer(path)
-        return built[key]
-
-    return folder
+    return functools.partial(zoo_folder, tokenizer=True)
 
 
 @pytest.fixture(scope="session")

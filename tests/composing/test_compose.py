@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
 import moemerge
+import terminal
 import zoo
-from moemerge.cli.app import app
 from moemerge.composing.targets import TARGETS
 from moemerge.errors import MoeMergeError
 
@@ -20,18 +19,12 @@ CODE = ["def return print", "for x in range"]
 DENSE = sorted({kind for target in TARGETS for kind in target.dense})
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory):
+@pytest.fixture
+def build(zoo_folder):
     """`build("llama", seed=1)`: a tiny dense model with a tokenizer; read it only."""
-    built = {}
 
     def folder(kind, **options):
-        key = repr((kind, sorted(options.items())))
-        if key not in built:
-            options = {"num_hidden_layers": 2, **options}
-            built[key] = zoo.build(kind, tmp_path_factory.mktemp(kind), **options)
-            zoo.tiny_tokenizer(built[key])
-        return built[key]
+        return zoo_folder(kind, tokenizer=True, **{"num_hidden_layers": 2, **options})
 
     return folder
 
@@ -136,20 +129,16 @@ def test_the_command_writes_all_files_and_repeats(build, tmp_path):
         f"base_model: {base}\ngate_mode: random\nexperts:\n"
         f"- source_model: {base}\n- source_model: {math}\n  positive_prompts: []\n"
     )
-    result = CliRunner().invoke(app, ["compose", str(file), str(out), "--json", "-"])
-    assert result.exit_code == 0, result.output
+    terminal.succeed("compose", file, out, "--json", "-")
     report = json.loads((out / "moemerge_report.json").read_text())["composition"]
     assert report["experts"] == [str(base), str(math)]
     assert "expert 1: `" in (out / "README.md").read_text()
     again = tmp_path / "again"
-    command = ["compose", str(out / "moemerge_config.yml"), str(again), "--sample", "compute"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
+    result = terminal.succeed("compose", out / "moemerge_config.yml", again, "--sample", "compute")
     samples = [line.split(": 'compute' -> ")[0] for line in result.stdout.splitlines()[-4:]]
     assert samples == ["OUT", "base", "expert 0", "expert 1"]
-    ours, theirs = zoo.tensors(out), zoo.tensors(again)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    result = CliRunner().invoke(app, ["compose", str(file), str(out)])
+    zoo.assert_same(out, again)
+    result = terminal.moemerge("compose", file, out)
     assert result.exit_code == 3
     assert "exists" in result.output
 
@@ -212,8 +201,7 @@ def texts(tmp_path_factory):
     files = {}
     for name, own in {"math": words[:20], "code": words[20:40]}.items():
         rows = [{"text": " ".join(rng.choices(own, k=24))} for _ in range(110)]
-        files[name] = str(folder / f"{name}.jsonl")
-        Path(files[name]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files[name] = str(zoo.write_rows(folder / f"{name}.jsonl", rows))
     return files
 
 

@@ -37,10 +37,8 @@ def asked():
 
 @pytest.fixture
 def prompts(asked, tmp_path):
-    path = tmp_path / "prompts.jsonl"
     rows = [{"question": p.prompt, "answer": p.answer, "kind": p.kind} for p in asked]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return zoo.write_rows(tmp_path / "prompts.jsonl", rows)
 
 
 COMMON = {"max_new_tokens": 24, "device": "cpu"}
@@ -57,15 +55,17 @@ def request(model, out, *, prompts=(), text=(), overwrite=False, **values):
     )
 
 
+def make(model, out, **values):
+    return run_data(request(model, out, **values), Silent())
+
+
 def rows_of(path):
     return [dict(row_fields(row)) for row in read_rows([path])]
 
 
 def test_right_answers_are_those_that_the_testbed_finds_right(folder, asked, prompts, tmp_path):
     out, all_of_them = tmp_path / "out.jsonl", tmp_path / "all.jsonl"
-    report = run_data(
-        request(folder, out, prompts=[prompts], verify="exact", completions=all_of_them), Silent()
-    )
+    report = make(folder, out, prompts=[prompts], verify="exact", completions=all_of_them)
     right = accuracy(folder, asked, device="cpu")
     assert 0 < sum(right) < len(asked)
     expected = [
@@ -81,7 +81,7 @@ def test_right_answers_are_those_that_the_testbed_finds_right(folder, asked, pro
 def test_all_answers_prompts_and_references(folder, asked, prompts, tmp_path):
     for keep, count in (("all", 60), ("prompt", 60), ("reference", 60)):
         out = tmp_path / f"{keep}.jsonl.gz"
-        report = run_data(request(folder, out, prompts=[prompts], keep=keep), Silent())
+        report = make(folder, out, prompts=[prompts], keep=keep)
         assert report.kept == len(rows_of(out)) == count
         assert report.answers.asked == (count if keep == "all" else 0)  # else no model is run
         assert gzip.decompress(out.read_bytes())
@@ -93,17 +93,17 @@ def test_all_answers_prompts_and_references(folder, asked, prompts, tmp_path):
 
 
 def test_a_right_answer_that_was_cut_is_no_right_one(folder, asked, tmp_path):
-    prompts, out, shown = (tmp_path / name for name in ("p.jsonl", "o.jsonl", "all.jsonl"))
+    out, shown = tmp_path / "o.jsonl", tmp_path / "all.jsonl"
     # A token is a character here: an answer of so many has no room for its end.
     length, _ = Counter(len(p.answer) for p in asked).most_common(1)[0]
     rows = [{"question": p.prompt, "answer": p.answer} for p in asked if len(p.answer) == length]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = zoo.write_rows(tmp_path / "p.jsonl", rows)
     values = {"prompts": [prompts], "verify": "exact", "max_new_tokens": length}
     with pytest.raises(DataError, match=r"nothing to keep: of \d+ answers"):
-        run_data(request(folder, out, **values), Silent())
+        make(folder, out, **values)
     assert (tmp_path / ".o.jsonl.completions").exists()
     assert (tmp_path / ".o.jsonl.judgements").exists()
-    run_data(request(folder, out, keep="all", completions=shown, **values), Silent())
+    make(folder, out, keep="all", completions=shown, **values)
     right = [row for row in rows_of(shown) if row["grade"] == "right"]
     assert {row["finish"] for row in right} == {"length"}
     # Kept without an end token: the model had not ended.
@@ -115,15 +115,15 @@ def test_with_a_chat_template_rows_are_conversations(prompts, tmp_path):
     for system, keys in (("", {"prompt", "response"}), ("be brief", {"messages"})):
         out = tmp_path / f"{len(keys)}.jsonl"
         values = {"keep": "all", "limit": 2, "system": system}
-        run_data(request(model, out, prompts=[prompts], **values), Silent())
+        make(model, out, prompts=[prompts], **values)
         assert [set(row) for row in rows_of(out)] == [keys, keys]
     turns = rows_of(out)[0]["messages"]
     assert [turn["role"] for turn in turns] == ["system", "user", "assistant"]
 
 
 def test_what_a_sandbox_holds_is_said_before_programs_run(folder, tmp_path):
-    path, notes = tmp_path / "p.jsonl", zoo.Notes()
-    path.write_text(json.dumps({"prompt": "1+1=", "tests": "assert f() == 1"}) + "\n")
+    row, notes = {"prompt": "1+1=", "tests": "assert f() == 1"}, zoo.Notes()
+    path = zoo.write_rows(tmp_path / "p.jsonl", [row])
     values = {"keep": "all", "verify": "code", "allow_code": True}
     report = run_data(request(folder, tmp_path / "o.jsonl", prompts=[path], **values), notes)
     assert notes.said[0].startswith("programs run in a sandbox (")
@@ -133,37 +133,28 @@ def test_what_a_sandbox_holds_is_said_before_programs_run(folder, tmp_path):
 def test_a_server_needs_the_models_tokenizer(prompts, tmp_path):
     values = {"keep": "all", "engine": "server", "url": ["http://127.0.0.1:9/v1"]}
     with pytest.raises(CheckpointError, match="gone"):
-        run_data(
-            request(tmp_path / "gone", tmp_path / "o.jsonl", prompts=[prompts], **values), Silent()
-        )
+        make(tmp_path / "gone", tmp_path / "o.jsonl", prompts=[prompts], **values)
 
 
 def test_plain_text_is_drawn_once_and_by_the_seed(folder, tmp_path):
-    text = tmp_path / "c4.jsonl"
-    text.write_text("".join(json.dumps({"text": f"row {n % 30}"}) + "\n" for n in range(40)))
+    text = zoo.write_rows(tmp_path / "c4.jsonl", ({"text": f"row {n % 30}"} for n in range(40)))
     drawn = []
     for seed in (0, 0, 1):
         out = tmp_path / f"out{len(drawn)}.jsonl"
-        report = run_data(request(folder, out, text=[text], limit=12, seed=seed), Silent())
+        report = make(folder, out, text=[text], limit=12, seed=seed)
         assert (report.read, report.repeated, report.kept) == (40, 10, 12)
         drawn.append(out.read_bytes())
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_benchmarks_repetitions_and_shares(folder, asked, prompts, tmp_path):
-    benchmark = tmp_path / "bench.jsonl"
     held = [p.prompt for p in asked[:5]]
-    benchmark.write_text("".join(json.dumps({"question": text}) + "\n" for text in held))
+    benchmark = zoo.write_rows(tmp_path / "bench.jsonl", ({"question": text} for text in held))
     twice = tmp_path / "twice.jsonl"
     twice.write_bytes(prompts.read_bytes())
     out = tmp_path / "out.jsonl"
-    report = run_data(
-        request(
-            folder, out, prompts=[prompts, twice], keep="prompt", against=[str(benchmark)],
-            limit=12, balance="kind",
-        ),
-        Silent(),
-    )  # fmt: skip
+    values = {"keep": "prompt", "against": [str(benchmark)], "limit": 12, "balance": "kind"}
+    report = make(folder, out, prompts=[prompts, twice], **values)
     assert (report.read, report.repeated) == (120, 60)
     assert report.contaminated == {str(benchmark): 5}
     assert set(report.kept_by_group.values()) == {12 // len({p.kind for p in asked})}
@@ -173,11 +164,11 @@ def test_benchmarks_repetitions_and_shares(folder, asked, prompts, tmp_path):
 def test_several_samples_are_kept_once_each(folder, prompts, tmp_path):
     values = {"samples": 3, "temperature": 1.0, "verify": "exact", "limit": 20}
     out, one = tmp_path / "out.jsonl", tmp_path / "one.jsonl"
-    report = run_data(request(folder, out, prompts=[prompts], keep="all", **values), Silent())
+    report = make(folder, out, prompts=[prompts], keep="all", **values)
     assert report.answers.asked == 60
     kept = [row["text"] for row in rows_of(out)]
     assert len(kept) == len(set(kept)) > 20
-    run_data(request(folder, one, prompts=[prompts], keep="all", per_prompt=1, **values), Silent())
+    make(folder, one, prompts=[prompts], keep="all", per_prompt=1, **values)
     assert len(rows_of(one)) == 20
 
 
@@ -200,37 +191,34 @@ def test_requests_that_make_no_sense_are_refused_at_once(
         "text": [prompts] if sources == "both" else (),
     }
     with pytest.raises(UsageError, match=message):
-        run_data(request(folder, tmp_path / "out.jsonl", **given, **values), Silent())
+        make(folder, tmp_path / "out.jsonl", **given, **values)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
 
 
 def test_outputs_that_exist_or_are_of_another_kind_are_refused(folder, prompts, tmp_path):
     with pytest.raises(CheckpointError, match="is also an input"):
-        run_data(request(folder, prompts, prompts=[prompts], keep="prompt"), Silent())
+        make(folder, prompts, prompts=[prompts], keep="prompt")
     nowhere = tmp_path / "nowhere" / "c.jsonl"
     with pytest.raises(CheckpointError, match="there is no folder"):
-        run_data(
-            request(folder, tmp_path / "o.jsonl", prompts=[prompts], keep="all",
-                    completions=nowhere), Silent(),
-        )  # fmt: skip
+        make(folder, tmp_path / "o.jsonl", prompts=[prompts], keep="all", completions=nowhere)
     with pytest.raises(UsageError, match="unknown kind"):
-        run_data(request(folder, tmp_path / "out.csv", prompts=[prompts], keep="all"), Silent())
+        make(folder, tmp_path / "out.csv", prompts=[prompts], keep="all")
 
 
 def test_rows_that_cannot_be_judged_are_refused_before_the_model_is_asked(folder, tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"question": "1+1=", "answer": "2"}\n{"question": "1+2="}\n')
     with pytest.raises(DataError, match="row 2: 'answer' is NoneType"):
-        run_data(request(folder, tmp_path / "o.jsonl", prompts=[path], verify="math"), Silent())
+        make(folder, tmp_path / "o.jsonl", prompts=[path], verify="math")
 
 
 def test_no_right_answer_is_an_error_and_the_answers_wait(folder, tmp_path):
     path, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
     path.write_text('{"question": "1+1=", "answer": "never"}\n')
     with pytest.raises(DataError, match="nothing to keep: of 1 answer "):
-        run_data(request(folder, out, prompts=[path], verify="exact"), Silent())
+        make(folder, out, prompts=[path], verify="exact")
     assert not out.exists()
-    report = run_data(request(folder, out, prompts=[path], keep="all"), Silent())
+    report = make(folder, out, prompts=[path], keep="all")
     assert report.reused == 1
 
 
@@ -238,12 +226,10 @@ def test_an_unfinished_run_of_other_settings_is_not_mixed_in(folder, tmp_path):
     path, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
     path.write_text('{"question": "1+1=", "answer": "never"}\n')
     with pytest.raises(DataError, match="nothing to keep"):
-        run_data(request(folder, out, prompts=[path], verify="exact"), Silent())
+        make(folder, out, prompts=[path], verify="exact")
     with pytest.raises(DataError, match=r"temperature was 0.0, is 0.5"):
-        run_data(request(folder, out, prompts=[path], keep="all", temperature=0.5), Silent())
-    run_data(
-        request(folder, out, prompts=[path], keep="all", temperature=0.5, overwrite=True), Silent()
-    )
+        make(folder, out, prompts=[path], keep="all", temperature=0.5)
+    make(folder, out, prompts=[path], keep="all", temperature=0.5, overwrite=True)
     assert out.exists()
 
 
@@ -293,7 +279,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_rows(folder, pr
         "samples": 2, "temperature": 0.8, "verify": "exact", "batch_size": 8, "keep": "all",
     }  # fmt: skip
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    run_data(request(folder, whole, prompts=[prompts], **values), Silent())
+    make(folder, whole, prompts=[prompts], **values)
     asked = request(folder, out, prompts=[prompts], **values)
     rng = random.Random(0)
     kills = [(rng.randrange(1, 12), rng.random() * 0.02) for _ in range(5)]

@@ -1,40 +1,27 @@
 """Check text: the loss before and after a repair, and sources that have memorised their text."""
 
-import io
 import json
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import moemerge
 import zoo
 from calibration import cases
+from collecting.cases import token_rows
+from features.reference import row_losses
 from moemerge.cli.repair_tables import calibrate_report
 from moemerge.cli.routing_table import diagnosis_report
 from moemerge.diagnosis.run import has_memorised
 from moemerge.features.losses import MeanLoss
-from moemerge.text.domains import load_domain
-from moemerge.text.tokens import load_tokenizer
-
-
-def shown(table):
-    console = Console(file=io.StringIO(), width=200)
-    console.print(table)
-    return console.file.getvalue()
+from terminal import printed
 
 
 def mean_loss(folder, tokenizer, file):
     """The loss of the transformers model itself, one row at a time."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    total, count = 0.0, 0
-    for row in load_domain("math", file, load_tokenizer(tokenizer)).rows:
-        with torch.no_grad():
-            logits = model(row[None]).logits[0, :-1].float()
-        total += float(torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum"))
-        count += len(row) - 1
-    return total / count
+    sums, tokens = zip(*row_losses(folder, token_rows(tokenizer, file)), strict=True)
+    return sum(sums) / sum(tokens)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +52,7 @@ def test_check_text_is_measured_before_and_after_and_changes_nothing(case, tmp_p
     assert document["check"]["math"] == [str(check)]
     card = (out / "README.md").read_text()
     assert f"| math | {found['tokens']} | {found['loss_before']:.4g} |" in card
-    assert "check general" in shown(calibrate_report(report, verbose=False))
+    assert "check general" in printed(calibrate_report(report, verbose=False))
     config = (out / "moemerge_config.yml").read_text()
     assert "check:" in config
     again = moemerge.run(out / "moemerge_config.yml", tmp_path / "again")
@@ -81,7 +68,7 @@ def test_check_text_is_measured_without_held_out_rows(case, tmp_path):
     assert report.diagnosis is not None
     assert report.diagnosis["tokens"] == {}
     assert report.diagnosis["check"]["math"]["rows"] == 9
-    text = shown(calibrate_report(report, verbose=False))
+    text = printed(calibrate_report(report, verbose=False))
     assert "check math" in text
     assert "mismatch  (" not in text
     assert "Next-token loss on check text" in (out / "README.md").read_text()
@@ -107,7 +94,7 @@ def test_diagnose_compares_models_on_check_text(case, tmp_path):
     assert found.total("math").loss == pytest.approx(merged.loss)
     assert found.to_json()["check"][0]["perplexity"] == pytest.approx(merged.perplexity)
     assert "--check" in found.command
-    assert "source math" in shown(diagnosis_report(found, verbose=False))
+    assert "source math" in printed(diagnosis_report(found, verbose=False))
 
 
 def test_check_text_is_refused_early(case, tmp_path):
@@ -143,7 +130,7 @@ def trained(folder, out, tokenizer, file, steps):
     """The model after full-batch steps on a file's rows."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    rows = load_domain("math", file, load_tokenizer(tokenizer)).rows
+    rows = token_rows(tokenizer, file)
     ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=-100)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(steps):

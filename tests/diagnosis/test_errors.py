@@ -44,8 +44,7 @@ def test_families_and_shapes(case, zoo_folder):
 
 
 def test_vocabularies(case, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(case.sources["math"], other)
+    other = shutil.copytree(case.sources["math"], tmp_path / "other")
     zoo.tiny_tokenizer(other, words=("loop", "model", *reversed(zoo._WORDS.split())))
     sources = {**case.sources, "math": other}
     refused(case, TokenizerError, "assign different ids to the same text", sources=sources)

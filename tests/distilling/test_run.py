@@ -85,13 +85,9 @@ def test_a_config_refits_and_distils(case, tmp_path):
     """One file gives what three commands give."""
     short = {**FAST, "steps": 3}
     fitted = {"device": "cpu", "dtype": "float32", "measure": False}
-    models = [{"model": str(path), "name": name} for name, path in case.sources.items()]
     given = {"sources": case.sources, "data": case.data}
-    config = {
-        "merge_method": "linear",
-        "models": [{**model, "parameters": {"weight": 0.5}} for model in models],
-        "data": {name: str(path) for name, path in case.data.items()},
-    }
+    data = {name: str(path) for name, path in case.data.items()}
+    config = zoo.linear(case.sources, data=data)
     cases.zoo.tiny_tokenizer(case.sources["math"])  # a merge copies that of its first model
     report = moemerge.run({**config, "distill": short, "refit": fitted}, tmp_path / "chain")
 

@@ -7,21 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import zoo
+from collecting.cases import token_rows
 from evaluation.cases import request, run, write_task
-from moemerge.cli.app import app
+from features.reference import row_losses
 from moemerge.errors import DataError, UsageError
 from moemerge.evaluation.job import prepare
 from moemerge.evaluation.page import model_index
 from moemerge.evaluation.text_losses import compare_losses
 from moemerge.features.losses import DocumentLosses
 from moemerge.testbed import bundled_set
-from moemerge.text.domains import load_domain
-from moemerge.text.tokens import load_tokenizer
+from terminal import succeed
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +26,7 @@ def text(tmp_path_factory):
     lines = (bundled_set().models["math"].parent / "data" / "math.jsonl").read_text().splitlines()
     texts = ("{prompt}{response}".format(**json.loads(line)) for line in lines[:24])
     rows = [{"text": text, "page": at // 4} for at, text in enumerate(texts)]
-    path = tmp_path_factory.mktemp("text") / "math.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def row_losses(folder, file):
-    """The summed loss of every row by transformers, and its number of predicted tokens."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
-    for row in load_domain("math", file, load_tokenizer(folder)).rows:
-        with torch.no_grad():
-            logits = model(row[None]).logits[0, :-1].float()
-        total = torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum")
-        found.append((float(total), len(row) - 1))
-    return found
+    return zoo.write_rows(tmp_path_factory.mktemp("text") / "math.jsonl", rows)
 
 
 def test_it_is_the_loss_of_the_models(specialists, text, tmp_path):
@@ -56,7 +39,7 @@ def test_it_is_the_loss_of_the_models(specialists, text, tmp_path):
     (found,) = report.perplexity
     assert (found.name, found.size) == ("sums", 6)
     for model in models:
-        rows = row_losses(model, text)
+        rows = row_losses(model, token_rows(model, text))
         sums = [sum(s for s, _ in rows[at : at + 4]) for at in range(0, 24, 4)]
         tokens = [sum(n for _, n in rows[at : at + 4]) for at in range(0, 24, 4)]
         score = found.scores[model.name]
@@ -84,12 +67,11 @@ def test_it_is_the_loss_of_the_models(specialists, text, tmp_path):
 
 def test_it_is_shown_next_to_other_tasks(specialists, sums, text, tmp_path):
     task = write_task(tmp_path / "tasks", sums[:3], verify="evaluation.cases:as_the_testbed")
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(map(str, (
+    result = succeed(
         "evaluate", specialists["math"], specialists["code"], "--task", task, "--task",
         "perplexity", "--data", f"plain={text}", "--samples", 1, "--temperature", 0, "--device",
         "cpu", "--out", tmp_path / "out", "--draws", 200,
-    ))))  # fmt: skip
-    assert result.exit_code == 0, result.output
+    )  # fmt: skip
     assert "plain: code" in result.stdout  # a narrow terminal breaks the line after it
     assert "perplexity" in result.stdout
 

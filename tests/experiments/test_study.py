@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import moemerge
-from moemerge.cli.app import app
+import terminal
 from moemerge.config.faults import parse_settings
 from moemerge.experiments.plan import plan_study
 from moemerge.experiments.settings import StudySettings
@@ -162,8 +161,8 @@ def test_what_fails_is_told_and_the_rest_is_kept(config, tmp_path):
     changes = {"repairs": repairs, "tables": {"t": {"reference": []}}, "diagnose": {"layers": "0"}}
     file, out = tmp_path / "study.yml", tmp_path / "out"
     file.write_text(json.dumps({**config, **changes}))
-    words = ["study", str(file), str(out), "--device", "cpu", "--jobs", "1", "--no-figures"]
-    told = CliRunner().invoke(app, [*words, "--keep", "models", "--json", str(tmp_path / "r.json")])
+    words = ["study", file, out, "--device", "cpu", "--jobs", "1", "--no-figures"]
+    told = terminal.moemerge(*words, "--keep", "models", "--json", tmp_path / "r.json")
     assert told.exit_code == 4, told.output
     report = json.loads((tmp_path / "r.json").read_text())
     assert [failure["what"] for failure in report["failures"]] == ["study: make TIES, too deep"]
@@ -240,17 +239,14 @@ def test_the_verb_shows_what_would_be_done(config, tmp_path):
     file = tmp_path / "study.yml"
     file.write_text(json.dumps(undiagnosed(config)))
     out = tmp_path / "out"
-    words = ["study", str(file), str(out), "--dry-run", "--set", "evaluate.limit=3"]
-    result = CliRunner().invoke(app, [*words, "--json", str(tmp_path / "plan.json")])
-    assert result.exit_code == 0, result.output
+    words = ["study", file, out, "--dry-run", "--set", "evaluate.limit=3"]
+    result = terminal.succeed(*words, "--json", tmp_path / "plan.json")
     assert "5 of 5 cells to measure" in " ".join(result.output.split())
     assert not out.exists()
     document = json.loads((tmp_path / "plan.json").read_text())
     assert document["cells"][0]["completions"] == 6
     assert document["missing"] == []
-    result = CliRunner().invoke(
-        app, ["study", str(file), str(out), "--set", "data.math=gone.jsonl"]
-    )
+    result = terminal.moemerge("study", file, out, "--set", "data.math=gone.jsonl")
     assert result.exit_code == 3
     assert not list(out.glob("*.md"))
 

@@ -3,13 +3,13 @@
 import importlib
 import operator
 import os
-import subprocess
 import sys
 
 import pytest
 
 from moemerge.errors import ResourceError
 from moemerge.experiments.work import Workers, WorkItem, run_work
+from processes import interpreter
 
 
 def chain(done):
@@ -146,5 +146,5 @@ def test_a_script_that_does_not_ask_for_its_name_is_run_once(tmp_path):
         "items = [WorkItem(str(n), operator.neg, (n,)) for n in range(3)]\n"
         "print(sorted(o.result for o in run_work(items, Workers(2))))\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    done = interpreter(script)
     assert (done.stdout, done.stderr) == ("begun\n[-2, -1, 0]\n", "")

@@ -1,10 +1,7 @@
 """`moemerge convert`: the same model in another layout, and back to the same bytes."""
 
-import shutil
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import moemerge
 import zoo
@@ -14,14 +11,6 @@ from moemerge.errors import ArchitectureError, NumericalError, UsageError
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "kimi_linear")
 
 
-def same(first, second):
-    ours, theirs = zoo.tensors(first), zoo.tensors(second)
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert value.dtype == theirs[name].dtype
-        assert torch.equal(value, theirs[name]), name
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back(family, zoo_folder, tmp_path):
     """The fused layout is what transformers saves; per-expert is the published one."""
@@ -29,9 +18,9 @@ def test_there_and_back(family, zoo_folder, tmp_path):
     fused = zoo_folder(family, dtype=torch.bfloat16, fused=True)
     report = moemerge.convert(published, tmp_path / "fused", layout="fused")
     assert report.tensors_after < report.tensors_before
-    same(tmp_path / "fused", fused)
+    zoo.assert_same(tmp_path / "fused", fused)
     moemerge.convert(tmp_path / "fused", tmp_path / "back", layout="per-expert")
-    same(tmp_path / "back", published)
+    zoo.assert_same(tmp_path / "back", published)
     assert (tmp_path / "back" / "config.json").is_file()
 
 
@@ -45,10 +34,8 @@ def test_refusals(zoo_folder, tmp_path):
 
 
 def test_values_that_are_not_finite(zoo_folder, tmp_path):
-    model = shutil.copytree(zoo_folder("olmoe"), tmp_path / "model")
-    tensors = zoo.tensors(model)
-    tensors["model.layers.1.self_attn.q_norm.weight"][3] = torch.inf
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(NumericalError, match=r"layers\.1\.self_attn\.q_norm\.weight has values"):
+    name = "model.layers.1.self_attn.q_norm.weight"
+    model = zoo.spoilt(zoo_folder("olmoe"), tmp_path / "model", name, torch.inf)
+    with pytest.raises(NumericalError, match=f"{name} has values"):
         moemerge.convert(model, tmp_path / "out", layout="fused")
     assert not (tmp_path / "out").exists()

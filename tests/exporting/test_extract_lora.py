@@ -1,12 +1,10 @@
 """`moemerge extract-lora`: what peft and our own reader make of the adapter."""
 
 import json
-import shutil
 
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import moemerge
@@ -106,10 +104,8 @@ def test_layouts_of_older_readers(layout, fused, zoo_folder, tmp_path):
 def test_only_what_changed_is_in_the_adapter(zoo_folder, tmp_path):
     base = zoo_folder("olmoe")
     tuned, name = tmp_path / "tuned", "model.layers.1.mlp.experts.2.down_proj.weight"
-    shutil.copytree(base, tuned)
-    values = zoo.tensors(base)
-    values[name] += 0.02 * torch.randn(values[name].shape)
-    save_file(values, tuned / "model.safetensors", metadata={"format": "pt"})
+    with zoo.edited(base, tuned) as values:
+        values[name] += 0.02 * torch.randn(values[name].shape)
     report = moemerge.extract_lora(tuned, base, tmp_path / "lora", rank=2, dtype="bfloat16")
     assert [row.name for row in report.parameters] == ["model.layers.1.mlp.experts.down_proj"]
     theirs = merged_by_peft(base, tmp_path / "lora")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,17 @@ def whole_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     name = zoo.read_config(folder)["architectures"][0]
     with zoo._quiet():
         return getattr(transformers, name).from_pretrained(folder, dtype=dtype).eval()
+
+
+def row_losses(folder: Path, rows: Iterable[Tensor]) -> list[tuple[float, int]]:
+    """The summed next-token loss of every row, and its number of predicted tokens."""
+    model, found = whole_model(folder), []
+    for row in rows:
+        with torch.no_grad():
+            logits = model(row[None]).logits[0, :-1].float()
+        total = torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum")
+        found.append((float(total), len(row) - 1))
+    return found
 
 
 def run_whole(

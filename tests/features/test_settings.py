@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import processes
 import zoo
 from features import reference
 from moemerge.architectures.opened import open_model
@@ -116,13 +117,11 @@ def test_attention_that_keeps_scores_is_counted(zoo_folder):
 def test_a_full_disk_is_told(tmp_path):
     spill = SpillFactory("disk", CPU, tmp_path).spill(0)
     assert spill is not None
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
-    try:
-        with pytest.raises(CheckpointError, match="cannot be written"):
-            spill.out([torch.ones(2**20)], keep=set(), smallest=0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with (
+        processes.limited(resource.RLIMIT_FSIZE, 2**20),
+        pytest.raises(CheckpointError, match="cannot be written"),
+    ):
+        spill.out([torch.ones(2**20)], keep=set(), smallest=0)
 
 
 def test_every_reference_comes_back(tmp_path):

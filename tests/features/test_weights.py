@@ -1,6 +1,5 @@
 """Weights in memory are what transformers itself would load, and go back to meta."""
 
-import json
 import threading
 import time
 
@@ -146,8 +145,7 @@ def test_two_layouts_in_one_folder(zoo_folder, tmp_path):
 
 def edited(folder, out, **values):
     reference.changed(folder, out, lambda tensors: None)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, **values}))
+    zoo.edit_config(out, **values)
     return Checkpoint.open(out)
 
 

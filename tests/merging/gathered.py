@@ -82,6 +82,31 @@ def gather(
     return found
 
 
+def regmean(
+    weights: Sequence[Tensor],
+    grams: Sequence[tuple[Tensor, int]],
+    lengths: Sequence[int],
+    factor: float = 0.9,
+) -> Tensor:
+    """RegMean term by term, from each model's mean x xᵀ with its tokens, and its text's length.
+
+    Of an expert with fewer than 16 tokens, G̃ has as much of all models' inputs as the model with
+    the fewest tokens lacks.
+    """
+    counts = [tokens for _, tokens in grams]
+    few = max(0, 16 - min(counts)) if min(counts) < min(lengths) else 0
+    mean_length = sum(lengths) / len(lengths)
+    pooled = sum(tokens * gram for gram, tokens in grams) / max(1, sum(counts))
+    left, right = torch.zeros(()), torch.zeros(())
+    for weight, (gram, tokens), length in zip(weights, grams, lengths, strict=True):
+        term = tokens / length * gram + few / mean_length * pooled
+        term = factor * term + (1 - factor) * torch.diag(term.diagonal())
+        left, right = left + term, right + term @ weight.T
+    if not left.any():
+        return sum(weights) / len(weights)
+    return torch.linalg.solve(left, right).T
+
+
 def _count(unit: Unit, tokens: int, visits: Mapping[str, int]) -> int:
     for part, count in visits.items():
         if part in unit.key:

@@ -12,6 +12,7 @@ import torch
 
 import moemerge
 import zoo
+from calibration.cases import weights
 from moemerge import api
 from moemerge.checkpoint import CheckpointWriter
 from moemerge.config.settings import MergeSettings
@@ -33,12 +34,6 @@ from moemerge.runtime.progress import Silent
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def models(tmp_path, zoo_folder):
-    base = zoo_folder("olmoe")
-    return [base, *(zoo.perturb(base, tmp_path / f"m{seed}", seed) for seed in (1, 2))]
-
-
 def config(method, models, **parameters):
     base, *tuned = models
     return {
@@ -54,24 +49,17 @@ def run(settings, out, **execution):
         execute(plan, writer, ExecutionSettings(CPU, **execution), Silent())
         writer.add_bytes("config.json", b"{}")
         writer.commit()
-    return zoo.tensors(out)
 
 
 @pytest.mark.parametrize("method", ["dare_ties", "della_linear", "ties"])
 def test_workers_and_sharding_do_not_change_a_bit(models, tmp_path, method):
     settings = config(method, models, density=0.4)
-    one = run(settings, tmp_path / "one", workers=1)
-    many = run(settings, tmp_path / "many", workers=5, memory_budget=1)
+    run(settings, tmp_path / "one", workers=1)
+    run(settings, tmp_path / "many", workers=5, memory_budget=1)
     moemerge.merge(settings, tmp_path / "shards", out_shard_size="20kB")
-    shards = zoo.tensors(tmp_path / "shards")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
-    for name, value in one.items():
-        assert torch.equal(value, many[name])
-        assert torch.equal(value, shards[name])
-
-
-def shards(folder):
-    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    for other in ("many", "shards"):
+        zoo.assert_same(tmp_path / "one", tmp_path / other)
 
 
 def test_its_own_config_makes_a_merge_again_from_anywhere(models, tmp_path, monkeypatch):
@@ -85,19 +73,18 @@ def test_its_own_config_makes_a_merge_again_from_anywhere(models, tmp_path, monk
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     moemerge.merge("../out/moemerge_config.yml", "again")
-    assert shards(tmp_path / "out") == shards(tmp_path / "elsewhere" / "again")
+    assert weights(tmp_path / "out") == weights(tmp_path / "elsewhere" / "again")
     moemerge.merge("../out/moemerge_config.yml", "other", seed=8)  # a flag beats the config
-    assert shards(tmp_path / "out") != shards(tmp_path / "elsewhere" / "other")
+    assert weights(tmp_path / "out") != weights(tmp_path / "elsewhere" / "other")
 
 
 def test_runs_of_rows_equal_the_whole(models, tmp_path, monkeypatch):
     """Elementwise methods may cut a large tensor; the cut must not show."""
     settings = config("task_arithmetic", models)
-    whole = run(settings, tmp_path / "whole")
+    run(settings, tmp_path / "whole")
     monkeypatch.setattr(plan_module, "RUN_ELEMENTS", 100)
-    cut = run(settings, tmp_path / "cut")
-    for name, value in whole.items():
-        assert torch.equal(value, cut[name])
+    run(settings, tmp_path / "cut")
+    zoo.assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
 @pytest.mark.parametrize(
@@ -118,18 +105,17 @@ def test_large_units_in_runs_equal_the_whole(
     if method != "consensus_ties":
         settings["parameters"] = {"rescale": True}
     monkeypatch.setattr(_arithmetic, "CPU_CHUNK", 768)
-    whole = run(settings, tmp_path / "whole")
+    run(settings, tmp_path / "whole")
     monkeypatch.setattr(plan_module, "LARGE_ELEMENTS", 2400)
     monkeypatch.setattr(plan_module, "RUN_ELEMENTS", 1200)
     monkeypatch.setattr(plan_module, "CHUNK_ELEMENTS", 768)
     plan = plan_merge(api.load_config(settings), MergeSettings()).plan
     assert sum(block.tensor == "model.embed_tokens.weight" for block in plan.blocks) > 2
-    cut = run(settings, tmp_path / "cut")
+    run(settings, tmp_path / "cut")
     monkeypatch.setattr(plan_module, "CHUNK_ELEMENTS", 2**18)  # more rows than the tensors have
-    uncut = run(settings, tmp_path / "uncut")
-    for name, value in whole.items():
-        assert torch.equal(value, cut[name]), name
-        assert torch.equal(value, uncut[name]), name
+    run(settings, tmp_path / "uncut")
+    for other in ("cut", "uncut"):
+        zoo.assert_same(tmp_path / "whole", tmp_path / other)
 
 
 def test_only_elementwise_methods_without_wrappers_are_cut_into_runs(models, monkeypatch):
@@ -178,8 +164,7 @@ def test_non_finite_input_is_named_and_stops_whatever_its_weight(models, tmp_pat
 
 
 def test_a_model_that_is_cut_short_while_it_is_merged_is_named(models, tmp_path):
-    settings = {**config("linear", models), "parameters": {"weight": 1.0}}
-    plan = plan_merge(api.load_config(settings), MergeSettings()).plan
+    plan = plan_merge(api.load_config(zoo.linear(models)), MergeSettings()).plan
     file = models[1] / "model.safetensors"
     with open(file, "r+b") as opened:
         opened.truncate(file.stat().st_size - 1000)
@@ -202,10 +187,7 @@ def test_huge_but_finite_values_are_no_fault(models, tmp_path):
 def test_integer_tensors_must_agree(tmp_path, zoo_folder):
     base = zoo_folder("deepseek_v4")
     other = zoo.perturb(base, tmp_path / "other", 1)
-    settings = {
-        "merge_method": "linear",
-        "models": [{"model": str(m), "parameters": {"weight": 1}} for m in (base, other)],
-    }
+    settings = zoo.linear([base, other])
     report = moemerge.merge(settings, tmp_path / "out")
     (reason,) = report.models[0].copied
     assert reason == "integers, equal in all models"
@@ -294,10 +276,10 @@ def test_files_that_models_share_are_read_once(models, tmp_path):
     linked = tmp_path / "linked"
     shutil.copytree(base, linked, copy_function=os.link)
     settings = config("ties", [base, linked, other], density=0.5)
-    weights = [path for model in (base, other) for path in model.glob("*.safetensors")]
-    size = sum(path.stat().st_size for path in weights)
+    files = [path for model in (base, other) for path in model.glob("*.safetensors")]
+    size = sum(path.stat().st_size for path in files)
     for attempt in range(4):  # the first one reads other files, too; pages may be in use
-        for path in weights:
+        for path in files:
             evict(path)
         report = moemerge.merge(settings, tmp_path / "out", overwrite=attempt > 0)
         if attempt and (report.disk_bytes_read or 0) >= size:
@@ -341,8 +323,7 @@ def test_stages_are_the_merges_one_by_one(file, zoo_folder, tmp_path):
     for text in ("moemerge_config.yml", "README.md", "moemerge_report.json"):
         assert "partial" not in (tmp_path / "out" / text).read_text(), text
     moemerge.merge(tmp_path / "out" / "moemerge_config.yml", tmp_path / "again")
-    again = zoo.tensors(tmp_path / "again")
-    assert all(torch.equal(v, again[n]) for n, v in zoo.tensors(tmp_path / "out").items())
+    zoo.assert_same(tmp_path / "out", tmp_path / "again")
 
 
 @pytest.mark.parametrize(
@@ -404,5 +385,4 @@ calibration: {{sources: [c, half], device: cpu}}
         assert "partial" not in path.read_text(), path
     assert not list(tmp_path.glob(".*"))
     moemerge.run(out / "moemerge_config.yml", tmp_path / "again")
-    again = zoo.tensors(tmp_path / "again")
-    assert all(torch.equal(v, again[n]) for n, v in zoo.tensors(out).items())
+    zoo.assert_same(out, tmp_path / "again")

@@ -7,8 +7,7 @@ import transformers
 import moemerge
 import multimodal_zoo
 import zoo
-from moemerge.architectures.architecture import Architecture
-from moemerge.checkpoint import Checkpoint
+from merging.gathered import unit_tensors
 
 WEIGHTS = (0.4, 0.6)
 
@@ -50,16 +49,6 @@ def test_every_family_merges_and_loads(zoo_folder, tmp_path, model_type):
             assert torch.equal(value, inputs[0][name])
 
 
-def units(folder):
-    checkpoint = Checkpoint.open(folder)
-    architecture = Architecture.of(checkpoint.config, checkpoint.tensors)
-    return {
-        unit.key: unit.slot.take(checkpoint.read(name, unit.slot.rows))
-        for name in checkpoint.tensors
-        for unit in architecture.units(name)
-    }
-
-
 @pytest.mark.parametrize(
     ("method", "model_type"),
     [
@@ -77,7 +66,7 @@ def test_the_unit_is_one_expert_whatever_the_layout(zoo_folder, tmp_path, model_
         folders = [zoo_folder(model_type, seed=seed, fused=fused) for seed in (0, 1, 2)]
         out = tmp_path / f"{fused}-out"
         moemerge.merge(config(method, folders[0], folders[1:]), out)
-        results.append(units(out))
+        results.append(unit_tensors(out))
     assert results[0].keys() == results[1].keys()
     for key, value in results[0].items():
         assert torch.equal(value, results[1][key]), key
@@ -89,7 +78,4 @@ def test_layouts_may_be_mixed(zoo_folder, tmp_path):
     mixed = [plain[0], zoo_folder("qwen3_moe", seed=1, fused=True), plain[2]]
     moemerge.merge(config("ties", plain[0], plain[1:]), tmp_path / "plain")
     moemerge.merge(config("ties", mixed[0], mixed[1:]), tmp_path / "mixed")
-    expected, found = zoo.tensors(tmp_path / "plain"), zoo.tensors(tmp_path / "mixed")
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        assert torch.equal(value, found[name]), name
+    zoo.assert_same(tmp_path / "plain", tmp_path / "mixed")

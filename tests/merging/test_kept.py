@@ -135,8 +135,7 @@ def test_a_task_is_a_model_that_loads_and_the_shared_one_may_be_replaced(folder,
     with pytest.raises(CheckpointError, match="moved"):
         moemerge.extract(tmp_path / "shared", "math", tmp_path / "again")
     moemerge.extract(tmp_path / "shared", "math", tmp_path / "again", base=folder / "base")
-    first, second = zoo.tensors(tmp_path / "math"), zoo.tensors(tmp_path / "again")
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    zoo.assert_same(tmp_path / "math", tmp_path / "again")
 
 
 def test_what_is_refused(folder, tmp_path):

@@ -1,7 +1,5 @@
 """The contract of a method, and methods that users bring."""
 
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +11,7 @@ from moemerge.architectures.roles import Role
 from moemerge.config.parameters import REQUIRED, BasePolicy
 from moemerge.errors import ConfigError, UsageError
 from moemerge.merging.method import METHODS, UnitInfo, merge_method, param
+from processes import interpreter
 
 PLUGIN = """
 from dataclasses import dataclass
@@ -114,19 +113,10 @@ def test_entry_points_bring_methods(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[moemerge.methods]\nmine = plug\n")
     code = "import moemerge.api as a; print([m['method'] for m in a.list_methods()])"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    env = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    result = interpreter("-c", code, env=env)
     assert "plugged_in" in result.stdout, result.stderr
     (tmp_path / "plug.py").write_text("import nowhere_to_be_found")
-    result = subprocess.run(
-        [sys.executable, "-m", "moemerge", "ls", "methods"],
-        env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-    )
+    result = interpreter("-m", "moemerge", "ls", "methods", env=env)
     assert result.returncode == 2
     assert "plugin 'mine'" in result.stderr

@@ -1,6 +1,5 @@
 """Statistics that are computed while the merge is made, and merges that are calibrated after."""
 
-import json
 import re
 import shutil
 
@@ -11,7 +10,7 @@ import moemerge
 import zoo
 from collecting import direct
 from collecting.cases import token_rows
-from merging.gathered import is_linear, open_model, unit_tensors
+from merging.gathered import is_linear, open_model, regmean, unit_tensors
 from moemerge.config.settings import MergeSettings
 from moemerge.errors import ConfigError, DataError, NumericalError, ResourceError
 from moemerge.merging import run as merging_run
@@ -30,7 +29,7 @@ def models(zoo_folder, tmp_path_factory):
             {"text": f"the {word} is {seed} plus {i} of three and one"}
             for i, word in enumerate(WORDS * 2)
         ]
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        zoo.write_rows(folder / f"{name}.jsonl", rows)
     return folder
 
 
@@ -55,13 +54,6 @@ def config(models, method, **more):
     }
 
 
-def same(a, b):
-    first, second = zoo.tensors(a), zoo.tensors(b)
-    return first.keys() == second.keys() and all(
-        torch.equal(v, second[n]) for n, v in first.items()
-    )
-
-
 @pytest.mark.parametrize(("method", "kind"), [("regmean", "gram"), ("fisher", "fisher")])
 def test_the_same_bytes_as_with_saved_statistics(models, tmp_path, method, kind):
     settings = config(models, method, collecting={"max_length": 8})
@@ -84,7 +76,7 @@ def test_the_same_bytes_as_with_saved_statistics(models, tmp_path, method, kind)
     del settings["data"], settings["collecting"]
     settings["statistics"] = {name: str(file) for name, file in saved.items()}
     again = moemerge.merge(settings, tmp_path / "saved", settings=CPU).to_json()
-    assert same(tmp_path / "way", tmp_path / "saved")
+    zoo.assert_same(tmp_path / "way", tmp_path / "saved")
     assert report["remarks"] == again["remarks"]
     told = report["statistics"]["math"][kind]
     assert told["computed_from"] == [str(models / "math.jsonl")]
@@ -94,7 +86,7 @@ def test_the_same_bytes_as_with_saved_statistics(models, tmp_path, method, kind)
     mixed["collecting"] = {"max_length": 8}
     mixed["data"] = {"code": str(models / "code.jsonl")}
     moemerge.merge(mixed, tmp_path / "mixed", settings=CPU)
-    assert same(tmp_path / "mixed", tmp_path / "saved")
+    zoo.assert_same(tmp_path / "mixed", tmp_path / "saved")
 
 
 @pytest.fixture
@@ -128,23 +120,8 @@ def test_regmean_from_text_is_what_plain_transformers_give(others, tmp_path, fam
         if key not in grams[0]:
             expected = (own[0][key] + own[1][key]) / 2
         else:
-            known = [g[key] for g in grams]
-            expected = solved([w[key] for w in own], known, lengths)
+            expected = regmean([w[key] for w in own], [g[key] for g in grams], lengths)
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5, msg=key)
-
-
-def solved(weights, known, lengths, factor=0.9, least=16):
-    counts = [n for _, n in known]
-    few = max(0, least - min(counts)) * len(lengths) / sum(lengths)
-    pooled = sum(n * g for g, n in known) / max(1, sum(counts))
-    left, right = 0, 0
-    for weight, (gram, n), length in zip(weights, known, lengths, strict=True):
-        term = n / length * gram + few * pooled
-        term = factor * term + (1 - factor) * torch.diag(term.diagonal())
-        left, right = left + term, right + term @ weight.T
-    if not left.any():
-        return sum(weights) / len(weights)
-    return torch.linalg.solve(left, right).T
 
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])

@@ -17,6 +17,7 @@ from moemerge.errors import (
     NumericalError,
     TokenizerError,
 )
+from zoo import linear, stacked
 
 WORDS = ("alpha", "beta", "gamma", "delta")
 
@@ -32,11 +33,6 @@ def models(tmp_path):
         zoo.dense_llama(folder, seed=seed, vocab=size)
         folders.append(folder)
     return folders
-
-
-def linear(models, **extra):
-    entries = [{"model": str(m), "parameters": {"weight": 1.0}} for m in models]
-    return {"merge_method": "linear", "models": entries, **extra}
 
 
 def test_unlike_vocabularies_need_a_word(models, tmp_path):
@@ -217,8 +213,7 @@ def test_the_card_names_hub_models_alone(models, tmp_path):
 
 
 def stack(model, *ranges):
-    slices = [{"sources": [{"model": str(model), "layer_range": list(r)}]} for r in ranges]
-    return {"merge_method": "passthrough", "slices": slices}
+    return stacked(*((model, layers) for layers in ranges))
 
 
 def test_layer_numbers_in_a_config_follow_the_slices(tmp_path):
@@ -226,9 +221,7 @@ def test_layer_numbers_in_a_config_follow_the_slices(tmp_path):
     model = zoo.build("qwen3_moe", tmp_path / "m", num_hidden_layers=4, mlp_only_layers=[1])
     moemerge.merge(stack(model, (1, 3), (0, 2)), tmp_path / "out")
     assert zoo.read_config(tmp_path / "out")["mlp_only_layers"] == [0, 3]
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
+    zoo.assert_loads(tmp_path / "out")
 
 
 def test_a_count_of_half_layers_follows_the_slices(tmp_path):
@@ -239,9 +232,7 @@ def test_a_count_of_half_layers_follows_the_slices(tmp_path):
     moemerge.merge(stack(model, (0, layers), (layers - 1, layers)), tmp_path / "out")
     result = zoo.read_config(tmp_path / "out")
     assert (result["num_layers"], result["num_hidden_layers"]) == (layers + 1, 2 * layers + 2)
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
+    zoo.assert_loads(tmp_path / "out")
 
 
 def test_leading_dense_layers_stay_in_front(tmp_path):

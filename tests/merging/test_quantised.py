@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import moemerge
 import quantised_zoo as qz
 import zoo
+from calibration.cases import changed_tensors
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding
 from moemerge.errors import NumericalError, UsageError
 
@@ -53,9 +54,7 @@ def test_merges_as_the_dequantised_copies_do(published, tmp_path, kind):
     plain = [qz.plain_copy(f, tmp_path / f"plain{i}") for i, f in enumerate(folders)]
     moemerge.merge(ties(*folders), tmp_path / "ties")
     moemerge.merge(ties(*plain), tmp_path / "plain")
-    ours, theirs = zoo.tensors(tmp_path / "ties"), zoo.tensors(tmp_path / "plain")
-    assert set(ours) == set(theirs)
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    zoo.assert_same(tmp_path / "ties", tmp_path / "plain")
     assert zoo.read_config(tmp_path / "ties") == zoo.read_config(tmp_path / "plain")
     assert "quantization_config" not in zoo.read_config(tmp_path / "ties")
     with zoo._quiet():
@@ -70,8 +69,7 @@ def test_quantised_and_plain_models_mix(published, tmp_path):
     for i, mixed in enumerate(((fp8_base, math, code), (base, fp8_math, code))):
         moemerge.merge(ties(*mixed), tmp_path / f"mixed{i}")
         moemerge.merge(ties(*(copies.get(f, f) for f in mixed)), tmp_path / f"same{i}")
-        ours, theirs = (zoo.tensors(tmp_path / f"{n}{i}") for n in ("mixed", "same"))
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+        zoo.assert_same(tmp_path / f"mixed{i}", tmp_path / f"same{i}")
 
 
 def test_every_input_tensor_is_accounted_for(published, tmp_path):
@@ -89,21 +87,11 @@ def same(*models, out, base=None):
     return json.loads((out / "moemerge_report.json").read_text())["merge"]
 
 
-def equal(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b)
-
-
-def bytes_of(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 @pytest.mark.parametrize("kind", qz.KINDS)
 def test_one_model_alone_comes_back_byte_for_byte(published, tmp_path, kind):
     (_, folder), *_ = published(kind)
     report = same(folder, out=tmp_path / "out")
-    before, after = zoo.tensors(folder), zoo.tensors(tmp_path / "out")
-    assert set(before) == set(after)
-    assert [name for name in before if not equal(before[name], after[name])] == []
+    assert changed_tensors(folder, tmp_path / "out") == set()
     assert all(one["relative_error"] == 0.0 for one in report["requantised"].values())
     ours, theirs = zoo.read_config(tmp_path / "out"), zoo.read_config(folder)
     assert ours["quantization_config"] == theirs["quantization_config"]
@@ -251,11 +239,9 @@ def test_an_adapter_on_a_quantised_base(published, tmp_path):
     adapter = zoo.lora(tmp_path / "lora", plain, "model.layers.1.self_attn.q_proj")
     for folder, out in ((quantised, "a"), (plain, "b")):
         moemerge.merge(linear(Path(f"{folder}+{adapter}"), folder), tmp_path / out)
-    ours, theirs = zoo.tensors(tmp_path / "a"), zoo.tensors(tmp_path / "b")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    zoo.assert_same(tmp_path / "a", tmp_path / "b")
     same(Path(f"{quantised}+{adapter}"), out=tmp_path / "c")
-    before, after = zoo.tensors(quantised), zoo.tensors(tmp_path / "c")
-    changed = {name for name in before if not equal(before[name], after[name])}
+    changed = changed_tensors(quantised, tmp_path / "c")
     weight = "model.layers.1.self_attn.q_proj.weight"
     assert changed == {weight, f"{weight}_scale_inv"}
 

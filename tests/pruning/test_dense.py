@@ -1,10 +1,7 @@
 """Repairs of pruned models against dense float64 computations with nothing of ours in them."""
 
-import shutil
-
 import pytest
 import torch
-import transformers
 
 import moemerge
 import zoo
@@ -30,13 +27,11 @@ FIRST = {
 @pytest.mark.parametrize("family", FIRST)
 def test_routers_and_maps_are_the_dense_ones(family, zoo_folder, tmp_path):
     count = {COUNT.get(family, "num_experts"): EXPERTS}
-    base = shutil.copytree(zoo_folder(family, **count), tmp_path / "base")
-    zoo.tiny_tokenizer(base)
+    base = zoo_folder(family, tokenizer=True, **count)
     kept = {layer: KEPT for layer in range(3)}
     pruned = slice_experts(base, tmp_path / "pruned", kept)
     data = text_for(pruned, rows=6)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(pruned)
-    rows = [torch.tensor(tokenizer(text)["input_ids"]) for text in cases.texts(data)]
+    rows = cases.token_rows(pruned, data)
     options = {"sources": {"o": base}, "data": {"o": data}, "holdout": 0.0, "device": "cpu"}
     out = tmp_path / "calibrated"
     moemerge.calibrate(

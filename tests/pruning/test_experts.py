@@ -1,11 +1,9 @@
 """Sources with more experts than the model: how they are mapped, and what is refused."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import moemerge
 import zoo
@@ -37,31 +35,27 @@ def test_another_dtype_is_no_change(zoo_folder, tmp_path):
     base = zoo_folder("olmoe")
     kept = keep_of(base, 5)
     pruned = slice_experts(base, tmp_path / "pruned", kept)
-    shard = pruned / "model.safetensors"
-    save_file({n: t.bfloat16() for n, t in load_file(shard).items()}, shard)
+    with zoo.edited(pruned) as tensors:
+        tensors |= {name: tensor.bfloat16() for name, tensor in tensors.items()}
     assert found(pruned, base) == kept
 
 
 def test_changed_and_repeated_rows_are_refused(zoo_folder, tmp_path):
     base, name = zoo_folder("olmoe"), "model.layers.1.mlp.gate.weight"
     pruned = slice_experts(base, tmp_path / "pruned", keep_of(base, 5))
-    shard = pruned / "model.safetensors"
-    tensors = load_file(shard)
-    whole = tensors[name].clone()
-    tensors[name][2, 3] += 1e-3
-    save_file(tensors, shard)
+    with zoo.edited(pruned) as tensors:
+        tensors[name][2, 3] += 1e-3
     with pytest.raises(ArchitectureError, match=r"layer 1: .*row 2 equals no row"):
         found(pruned, base)
-    tensors[name] = whole.clone()
-    tensors[name][2] = whole[1]
-    save_file(tensors, shard)
+    with zoo.edited(pruned) as tensors:
+        tensors[name][2] = tensors[name][1]
     with pytest.raises(ArchitectureError, match=r"layer 1: .*two rows equal row"):
         found(pruned, base)
 
 
 def test_equal_rows_of_the_source_are_refused(zoo_folder, tmp_path):
-    base = shutil.copytree(zoo_folder("olmoe"), tmp_path / "base")
-    with zoo.edited(base) as tensors:
+    base = tmp_path / "base"
+    with zoo.edited(zoo_folder("olmoe"), base) as tensors:
         tensors["model.layers.0.mlp.gate.weight"][4] = tensors["model.layers.0.mlp.gate.weight"][1]
     pruned = slice_experts(base, tmp_path / "pruned", {layer: [0, 1, 2] for layer in range(3)})
     with pytest.raises(ArchitectureError, match=r"layer 0: .*row 1 equals 2 rows"):
@@ -103,8 +97,7 @@ def test_several_experts_behind_one_have_their_sum(score):
 
 def test_merged_experts_are_repaired_and_diagnosed(zoo_folder, tmp_path):
     """Two experts of the source behind one: gate and up of it stay, everything else is fitted."""
-    base = shutil.copytree(zoo_folder("olmoe", num_hidden_layers=2), tmp_path / "base")
-    zoo.tiny_tokenizer(base)
+    base = zoo_folder("olmoe", num_hidden_layers=2, tokenizer=True)
     pruned = slice_experts(base, tmp_path / "pruned", {layer: [0, 1, 2, 3] for layer in (0, 1)})
     data, file = {"o": text_for(pruned)}, tmp_path / "map.json"
     groups = {str(layer): [[0, 4], 1, [2, 5, 6], 3] for layer in (0, 1)}

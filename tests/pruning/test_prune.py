@@ -1,20 +1,16 @@
 """`moemerge prune`: scores, layouts, configs, repairs, and what is refused."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import moemerge
 import quantised_zoo as qz
 import zoo
 from calibration import cases
 from collecting.direct import whole_model
-from moemerge.cli.app import app
 from moemerge.errors import (
     ArchitectureError,
     ConfigError,
@@ -26,18 +22,16 @@ from moemerge.experiments.plan import plan_study
 from moemerge.experiments.study_bench import StudyBench
 from moemerge.experiments.study_file import load_study
 from pruning.cases import slice_experts
-from refitting.cases import make_case
+from refitting.cases import Killed, kill_after, make_case
 from refitting.dense import run, sent
+from terminal import succeed
 
 CPU = {"device": "cpu"}
 
 
 @pytest.fixture(scope="module")
-def base(zoo_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    shutil.copytree(zoo_folder("olmoe", num_hidden_layers=2), folder, dirs_exist_ok=True)
-    zoo.tiny_tokenizer(folder)
-    return folder
+def base(zoo_folder):
+    return zoo_folder("olmoe", num_hidden_layers=2, tokenizer=True)
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +39,9 @@ def data(tmp_path_factory):
     return {"text": cases.write_text(tmp_path_factory.mktemp("data") / "t.jsonl", seed=1, rows=40)}
 
 
-def scores_of(folder, texts):
-    """Tokens, Σ w and Σ w ‖output‖ of every expert, from a whole model in transformers."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    rows = [torch.tensor(tokenizer(text)["input_ids"]) for text in texts]
-    model = whole_model(folder)
+def scores_of(folder, file):
+    """The mean w ‖output‖ of every expert, from a whole model in transformers."""
+    rows, model = cases.token_rows(folder, file), whole_model(folder)
     found = {}
     for path, module in model.named_modules():
         if not path.endswith("mlp.experts"):
@@ -70,7 +60,7 @@ def scores_of(folder, texts):
 def test_the_score_is_reaps_and_the_rest_is_sliced(base, data, tmp_path):
     out = tmp_path / "out"
     report = moemerge.prune(base, out, data=data, keep=0.6, holdout=0.0, **CPU).pruning
-    expected = scores_of(base, cases.texts(data["text"]))
+    expected = scores_of(base, data["text"])
     for layer, scores in expected.items():
         torch.testing.assert_close(
             torch.tensor(report.scores[layer]).double(), scores, rtol=1e-4, atol=1e-6
@@ -79,9 +69,7 @@ def test_the_score_is_reaps_and_the_rest_is_sliced(base, data, tmp_path):
         assert report.kept[layer] == best
     kept = {int(layer): ids for layer, ids in report.kept.items()}
     by_hand = slice_experts(base, tmp_path / "by-hand", kept)
-    ours, theirs = zoo.tensors(out), zoo.tensors(by_hand)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    zoo.assert_same(out, by_hand)
     assert zoo.read_config(out)["num_experts"] == 5
     zoo.assert_loads(out)
     written = json.loads((out / "moemerge_report.json").read_text())["prune"]
@@ -97,8 +85,8 @@ def outputs_of(module, x):
 
 def test_similar_experts_are_removed_first(base, data, tmp_path):
     """Expert 3 of layer 1 is made a copy of expert 5: of the two, the lesser has score 0."""
-    twin = shutil.copytree(base, tmp_path / "twin")
-    with zoo.edited(twin) as tensors:
+    twin = tmp_path / "twin"
+    with zoo.edited(base, twin) as tensors:
         for name in [n for n in tensors if ".layers.1.mlp.experts.5." in n]:
             tensors[name.replace(".experts.5.", ".experts.3.")] = tensors[name].clone()
     short = tmp_path / "short.jsonl"  # few tokens, so that all of them are compared
@@ -110,10 +98,7 @@ def test_similar_experts_are_removed_first(base, data, tmp_path):
     assert report.scores["1"][lesser] == 0.0
     assert lesser not in report.kept["1"]
 
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(twin)
-    rows = [torch.tensor(tokenizer(text)["input_ids"]) for text in cases.texts(short)]
+    rows = cases.token_rows(twin, short)
     model, path = whole_model(twin), "model.layers.1.mlp.experts"
     x, chosen, weights = (run(model, rows, [path])[path].argument(at) for at in range(3))
     outputs = outputs_of(model.get_submodule(path), x)
@@ -151,8 +136,7 @@ def test_other_scores(base, data, tmp_path):
 )
 def test_layouts_load_and_are_repaired_in_one_run(family, fused, zoo_folder, data, tmp_path):
     """Groups keep the same number of experts each; the repair finds the map in the report."""
-    folder = shutil.copytree(zoo_folder(family, fused=fused), tmp_path / "base")
-    zoo.tiny_tokenizer(folder)
+    folder = zoo_folder(family, fused=fused, tokenizer=True)
     out, repair = tmp_path / "out", "calibrate" if family == "deepseek_v3" else "refit"
     report = moemerge.prune(folder, out, data=data, repair=repair, **CPU)
     assert report.repair is not None
@@ -188,11 +172,7 @@ def test_a_quantised_model_keeps_its_codes(kind, zoo_folder, data, tmp_path):
 
 def test_layers_beyond_the_model_are_dropped(zoo_folder, data, tmp_path):
     """A fourth layer on disk (multi-token prediction) has no scores."""
-    folder = shutil.copytree(zoo_folder("glm4_moe"), tmp_path / "base")
-    zoo.tiny_tokenizer(folder)
-    with zoo.edited(folder) as tensors:
-        own = {n: t for n, t in tensors.items() if n.startswith("model.layers.2.")}
-        tensors |= {n.replace("layers.2", "layers.3"): t.clone() for n, t in own.items()}
+    folder = zoo.add_layer(zoo_folder("glm4_moe", tokenizer=True), tmp_path / "base")
     zoo.edit_config(folder, num_nextn_predict_layers=1)
     report = moemerge.prune(folder, tmp_path / "out", data=data, **CPU).pruning
     assert any("layers 3 (multi-token prediction) are dropped" in n for n in report.notices)
@@ -221,19 +201,9 @@ def test_a_refit_holds_out_rows_that_were_not_scored(base, data, tmp_path):
 def test_a_killed_repair_is_resumed(base, data, tmp_path, monkeypatch):
     options = {"data": data, "repair": "refit", **CPU}
     moemerge.prune(base, tmp_path / "whole", **options)
-    from moemerge.refitting.loop import RefitLoop
-
-    finish, done = RefitLoop._finish_layer, []
-
-    def killed(self):
-        finish(self)
-        done.append(1)
-        if len(done) == 2:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(RefitLoop, "_finish_layer", killed)
-        with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
+        kill_after(patch, 1)
+        with pytest.raises(Killed):
             moemerge.prune(base, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     report = moemerge.prune(base, tmp_path / "out", resume=True, **options)
@@ -245,17 +215,12 @@ def test_a_killed_repair_is_resumed(base, data, tmp_path, monkeypatch):
 def test_a_config_prunes_the_merge_before_its_refit(base, data, tmp_path):
     """Sources have more experts than the pruned merge; the config in OUT makes it again."""
     case = make_case(base, tmp_path)
-    repair = {"ridge": 0.01, "holdout": 0.2, "device": "cpu", "measure": False}
-    config = {
-        "merge_method": "linear",
-        "models": [
-            {"model": str(path), "name": name, "parameters": {"weight": 1}}
-            for name, path in case.sources.items()
-        ],
-        "data": {name: str(path) for name, path in case.data.items()},
-        "prune": {"keep": 0.75, "holdout": 0.2, "device": "cpu"},
-        "refit": repair,
-    }
+    config = zoo.linear(
+        case.sources,
+        data={name: str(path) for name, path in case.data.items()},
+        prune={"keep": 0.75, "holdout": 0.2, "device": "cpu"},
+        refit={"ridge": 0.01, "holdout": 0.2, "device": "cpu", "measure": False},
+    )
     out = tmp_path / "out"
     for path in case.sources.values():
         zoo.tiny_tokenizer(path)
@@ -320,24 +285,19 @@ def test_bad_input_writes_nothing(base, data, zoo_folder, tmp_path):
     out = tmp_path / "out"
     refused(base, out, UsageError, "no text is given", data={})
     refused(base, out, DataError, "nowhere", data={"text": tmp_path / "nowhere.jsonl"})
-    refused(base, out, ConfigError, "keep", data=data, keep=1.5)
-    refused(base, out, ConfigError, "keep", data=data, keep=1.0)
-    refused(base, out, ConfigError, "keep", data=data, keep=0.0)
-    refused(base, out, ConfigError, "keep", data=data, keep=float("nan"))
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
+    for keep in (1.5, 1.0, 0.0, float("nan")):
+        refused(base, out, ConfigError, "keep", data=data, keep=keep)
+    empty = zoo.write_rows(tmp_path / "empty.jsonl", [])
     refused(base, out, DataError, "empty", data={"text": empty})
     refused(base, out, DataError, "empty", data={"text": empty}, repair="refit")
     refused(base, out, UsageError, "all 8 experts would be kept", data=data, keep=0.99)
     refused(base, out, UsageError, "2 of 8 experts would remain", data=data, keep=0.25)
     refused(base, out, UsageError, "belongs to the repair", data=data, resume=True)
-    few = tmp_path / "few.jsonl"
-    few.write_text('{"text": "a"}\n')
+    few = zoo.write_rows(tmp_path / "few.jsonl", [{"text": "a"}])
     refused(base, out, DataError, "the text reaches", data={"text": few}, keep=0.8)
     dense = zoo.dense_llama(tmp_path / "dense", layers=2)
     refused(dense, out, ArchitectureError, "no experts", data=data)
-    jetmoe = shutil.copytree(zoo_folder("jetmoe"), tmp_path / "jetmoe")
-    zoo.tiny_tokenizer(jetmoe)
+    jetmoe = zoo_folder("jetmoe", tokenizer=True)
     refused(jetmoe, out, ArchitectureError, "several routers", data=data)
     options = {"data": data, "sources": {"text": zoo_folder("qwen3_moe")}, "repair": "refit"}
     refused(base, out, ArchitectureError, "'qwen3_moe', but .* is 'olmoe'", **options)
@@ -345,11 +305,10 @@ def test_bad_input_writes_nothing(base, data, zoo_folder, tmp_path):
 
 def test_large_outputs_have_scores_and_infinite_ones_are_refused(base, data, tmp_path):
     for factor in (1e11, 1e30):
-        model = shutil.copytree(base, tmp_path / f"{factor:.0e}")
-        tensors = zoo.tensors(model)
-        for name in ("up_proj", "down_proj"):
-            tensors[f"model.layers.0.mlp.experts.3.{name}.weight"] *= factor
-        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+        model = tmp_path / f"{factor:.0e}"
+        with zoo.edited(base, model) as tensors:
+            for name in ("up_proj", "down_proj"):
+                tensors[f"model.layers.0.mlp.experts.3.{name}.weight"] *= factor
     out = tmp_path / "out"
     report = moemerge.prune(tmp_path / "1e+11", out, data=data, keep=0.75, **CPU)
     scores = report.pruning.scores["0"]
@@ -359,27 +318,23 @@ def test_large_outputs_have_scores_and_infinite_ones_are_refused(base, data, tmp
 
 def test_the_command(base, data, tmp_path):
     out, file = tmp_path / "out", tmp_path / "report.json"
-    words = ["prune", str(base), str(out), "--keep", "0.75", "--data", f"text={data['text']}"]
-    words += ["--repair", "refit", "--device", "cpu", "--json", str(file)]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
+    words = ["prune", base, out, "--keep", "0.75", "--data", f"text={data['text']}"]
+    result = succeed(*words, "--repair", "refit", "--device", "cpu", "--json", file)
     assert json.loads(file.read_text()).keys() == {"moemerge", "prune", "refit"}
     assert "6 of 8 experts kept" in result.stdout
     # The map of another tool, in a file.
     plain = tmp_path / "kept.json"
     kept = json.loads((out / "moemerge_report.json").read_text())["prune"]["experts"]
     plain.write_text(json.dumps(kept))
-    words = ["diagnose", str(out), "--source", f"text={base}", "--data", f"text={data['text']}"]
-    result = CliRunner().invoke(app, [*words, "--experts", f"text={plain}", "--device", "cpu"])
-    assert result.exit_code == 0, result.output
+    words = ["diagnose", out, "--source", f"text={base}", "--data", f"text={data['text']}"]
+    succeed(*words, "--experts", f"text={plain}", "--device", "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("repair", ["calibrate", "refit"])
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss", "deepseek_v3"])
 def test_a_gpu_prunes_and_repairs_alike(family, repair, zoo_folder, tmp_path):
-    base = shutil.copytree(zoo_folder(family), tmp_path / "base")
-    zoo.tiny_tokenizer(base)
+    base = zoo_folder(family, tokenizer=True)
     options = {
         "data": {"text": cases.write_text(tmp_path / "t.jsonl", seed=1, rows=40)},
         "repair": repair,

@@ -1,21 +1,17 @@
 """What a refit did to the routing on rows held out, in report, card and table."""
 
-import io
 import json
-
-from rich.console import Console
 
 from calibration.cases import assert_as_diagnosed
 from moemerge.cli.repair_tables import refit_report
 from moemerge.refitting.report import few_tokens
 from moemerge.report.words import Quantity
 from moemerge.runtime.progress import Silent
+from terminal import printed
 
 
 def shown(report, width, *, verbose=False):
-    console = Console(file=io.StringIO(), width=width)
-    console.print(refit_report(report, verbose=verbose))
-    return console.file.getvalue()
+    return printed(refit_report(report, verbose=verbose), width)
 
 
 def test_it_is_what_diagnose_measures(case, tmp_path):

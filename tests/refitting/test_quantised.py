@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import moemerge
 import quantised_zoo as qz
@@ -10,9 +9,9 @@ import zoo
 from calibration.cases import changed_tensors
 from collecting.direct import whole_model
 from moemerge.checkpoint.patch import CheckpointPatch
-from moemerge.cli.app import app
 from moemerge.errors import UsageError
 from refitting.cases import Case, make_case
+from terminal import succeed
 
 SETTINGS = {"ridge": 0.01, "holdout": 0.2, "router": "keep"}
 
@@ -36,9 +35,7 @@ def test_floats_by_default(case, tmp_path):
     case.refit(tmp_path / "out", **SETTINGS)
     copy = qz.plain_copy(case.merged, tmp_path / "plain")
     Case(copy, case.sources, case.data).refit(tmp_path / "expected", **SETTINGS)
-    ours, theirs = zoo.tensors(tmp_path / "out"), zoo.tensors(tmp_path / "expected")
-    assert set(ours) == set(theirs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    zoo.assert_same(tmp_path / "out", tmp_path / "expected")
     assert "quantization_config" not in zoo.read_config(tmp_path / "out")
 
 
@@ -109,9 +106,7 @@ def rounded_merge(plain, tmp_path_factory):
     fp8 = {name: publish(path, folder / name) for name, path in plain.sources.items()}
     for path in fp8.values():
         zoo.tiny_tokenizer(path)
-    models = [{"model": str(path), "parameters": {"weight": 1}} for path in fp8.values()]
-    config = {"merge_method": "linear", "models": models}
-    moemerge.merge(config, folder / "merged", requantize="same")
+    moemerge.merge(zoo.linear(fp8.values()), folder / "merged", requantize="same")
     return Case(folder / "merged", fp8, plain.data)
 
 
@@ -130,9 +125,8 @@ def test_the_card_names_what_makes_it_again(rounded_merge, tmp_path, job, settin
     repair(rounded_merge.merged, made, sources=sources, data=data, measure=False, **settings)
     assert f"which makes this model again{needed}:" in (made / "README.md").read_text()
     flags = ["--requantize", "same"] if needed else []
-    again = [str(made / "moemerge_config.yml"), str(tmp_path / "again"), "--no-measure"]
-    result = CliRunner().invoke(app, ["run", *again, *flags])
-    assert result.exit_code == 0, result.output
+    again = [made / "moemerge_config.yml", tmp_path / "again", "--no-measure"]
+    succeed("run", *again, *flags)
     assert changed_tensors(made, tmp_path / "again") == set()
     if job == "calibrate":  # calibrated again, it is no merge of ours: taken as it is
         repair(made, tmp_path / "twice", sources=sources, data=data, measure=False)

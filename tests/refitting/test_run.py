@@ -1,7 +1,7 @@
 """A whole refit: what is written and said, refused, resumed and left alone."""
 
 import json
-import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ from moemerge.errors import (
 )
 from moemerge.features import settings as streaming
 from moemerge.refitting import layer as fitting
-from moemerge.refitting import least_squares, loop
+from moemerge.refitting import least_squares
 from moemerge.refitting.settings import RefitSettings
-from refitting.cases import make_case
+from refitting.cases import Killed, kill_after, make_case
 from refitting.test_maths import SMALL, assert_sums_of_bfloat16_values
 
 FAST = {"ridge": 0.01, "holdout": 0.2, "router": "keep", "measure": False}
@@ -83,7 +83,6 @@ def test_the_report_tells_of_every_map(refitted):
     kinds = document["refit"]["totals"]["error_left"]["held_out"]
     card = (out / "README.md").read_text()
     assert all(f"| {kinds[kind]:.1%} |" in card for kind in ("q_proj", "router", "lm_head"))
-    card = (out / "README.md").read_text()
     assert "linear maps refitted to the sources" in card
     assert "drift refitted" in card
 
@@ -174,35 +173,10 @@ def test_exact_routers_are_those_of_a_calibration(case, tmp_path):
 # --- killed and resumed -------------------------------------------------------------------------
 
 
-class Killed(BaseException):
-    """Nothing of ours catches it."""
-
-
-@pytest.fixture
-def killed_after(monkeypatch):
-    """`killed_after(n)`: the next run dies when it has finished n layers."""
-
-    def arrange(count):
-        left = [count]
-        finish = loop.RefitLoop._finish_layer
-
-        def dying(self):
-            finish(self)
-            left[0] -= 1
-            if left[0] < 0:
-                raise Killed
-
-        monkeypatch.setattr(loop.RefitLoop, "_finish_layer", dying)
-
-    return arrange
-
-
 @pytest.mark.parametrize("finished", [0, 1, 2])
-def test_a_resumed_run_ends_with_the_same_bytes(
-    case, refitted, finished, killed_after, monkeypatch, tmp_path
-):
+def test_a_resumed_run_ends_with_the_same_bytes(case, refitted, finished, monkeypatch, tmp_path):
     out = tmp_path / "out"
-    killed_after(finished)
+    kill_after(monkeypatch, finished)
     with pytest.raises(Killed):
         case.refit(out)
     assert not out.exists()
@@ -215,9 +189,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(
     assert [row["maps"] for row in report.layers] == [row["maps"] for row in whole]
 
 
-def test_resumed_searches_begin_alike_though_a_ridge_was_raised(
-    case, killed_after, monkeypatch, tmp_path
-):
+def test_resumed_searches_begin_alike_though_a_ridge_was_raised(case, monkeypatch, tmp_path):
     class Raised(least_squares.Factor):
         def __init__(self, gram, ridge):
             super().__init__(gram, ridge)
@@ -232,12 +204,12 @@ def test_resumed_searches_begin_alike_though_a_ridge_was_raised(
     monkeypatch.setattr(fitting, "Factor", Raised)
     monkeypatch.setattr(least_squares, "choose_ridge", heard)
     case.refit(tmp_path / "whole", ridge="auto")
-    whole, finish = begun[:], loop.RefitLoop._finish_layer
+    whole = begun[:]
     begun.clear()
-    killed_after(1)
-    with pytest.raises(Killed):
-        case.refit(tmp_path / "out", ridge="auto")
-    monkeypatch.setattr(loop.RefitLoop, "_finish_layer", finish)
+    with monkeypatch.context() as patch:
+        kill_after(patch, 1)
+        with pytest.raises(Killed):
+            case.refit(tmp_path / "out", ridge="auto")
     case.refit(tmp_path / "out", ridge="auto")
     second = len(whole) // 2  # of two layers
     assert begun[-second:] == whole[-second:]
@@ -256,14 +228,6 @@ def test_where_activations_wait_does_not_matter(case, refitted, tmp_path):
 # --- refusals -----------------------------------------------------------------------------------
 
 
-def spoil(source, out, name, value):
-    """A copy of a model with one bad number."""
-    shutil.copytree(source, out)
-    with zoo.edited(out) as tensors:
-        tensors[name].view(-1)[3] = value
-    return out
-
-
 @pytest.mark.parametrize("who", ["source", "merged"])
 @pytest.mark.parametrize(
     "name",
@@ -276,13 +240,11 @@ def spoil(source, out, name, value):
 def test_nan_is_named_and_nothing_is_written(case, who, name, tmp_path):
     sources, merged = dict(case.sources), case.merged
     if who == "source":
-        sources["code"] = spoil(case.sources["code"], tmp_path / "bad", name, float("nan"))
+        sources["code"] = zoo.spoilt(case.sources["code"], tmp_path / "bad", name)
     else:
-        merged = spoil(case.merged, tmp_path / "bad", name, float("inf"))
+        merged = zoo.spoilt(case.merged, tmp_path / "bad", name, float("inf"))
     with pytest.raises(NumericalError, match=r"bad.*(layers\.1|layer 1)"):
-        moemerge.refit(
-            merged, tmp_path / "out", sources=sources, data=case.data, device="cpu", **FAST
-        )
+        replace(case, merged=merged).refit(tmp_path / "out", sources=sources, **FAST)
     assert not (tmp_path / "out").exists()
     assert calibrating.leftovers(tmp_path / "out") == []
 
@@ -290,7 +252,7 @@ def test_nan_is_named_and_nothing_is_written(case, who, name, tmp_path):
 def test_states_of_a_source_that_overflow_are_named(case, tmp_path):
     """Its weights are finite; what they give is not."""
     name = "model.layers.0.self_attn.o_proj.weight"
-    bad = spoil(case.sources["code"], tmp_path / "bad", name, 3e38)
+    bad = zoo.spoilt(case.sources["code"], tmp_path / "bad", name, 3e38)
     with pytest.raises(NumericalError, match=r"bad: non-finite .* layer 0.* domain code"):
         case.refit(tmp_path / "out", sources={**case.sources, "code": bad}, **FAST)
     assert not (tmp_path / "out").exists()
@@ -350,8 +312,7 @@ def test_names_text_and_weights_must_fit(case, tmp_path):
     for error, words, options in bad:
         with pytest.raises(error, match=words):
             case.refit(tmp_path / "out", **options)
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
+    empty = zoo.write_rows(tmp_path / "empty.jsonl", [])
     with pytest.raises(DataError):
         case.refit(tmp_path / "out", data={**case.data, "code": empty})
     assert not (tmp_path / "out").exists()
@@ -365,8 +326,7 @@ def test_auto_holds_out_a_tenth_of_few_rows():
 
 def test_text_too_short(case, tmp_path):
     """A lone row cannot be held out; few tokens cannot determine an expert, which is said."""
-    short = tmp_path / "short.jsonl"
-    short.write_text(json.dumps({"text": "the sum of one and two"}) + "\n")
+    short = zoo.write_rows(tmp_path / "short.jsonl", [{"text": "the sum of one and two"}])
     data = {**case.data, "code": short}
     with pytest.raises(DataError, match="leaves none to calibrate on"):
         case.refit(tmp_path / "out", data=data)
@@ -383,9 +343,8 @@ def test_text_too_short(case, tmp_path):
 
 def test_strict_refuses_a_map_that_stays_as_merged(case, tmp_path):
     """Text of the one domain under the other's name: held-out rows of a lone row lose."""
-    short = tmp_path / "short.jsonl"
-    rows = ["the sum of one and two", "def code return print for in range"]
-    short.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    rows = [{"text": "the sum of one and two"}, {"text": "def code return print for in range"}]
+    short = zoo.write_rows(tmp_path / "short.jsonl", rows)
     data = dict.fromkeys(case.data, short)
     options = {"ridge": 1e-6, "holdout": 0.5, "router": "keep", "data": data}
     report = case.refit(tmp_path / "out", **options)

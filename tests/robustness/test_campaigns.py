@@ -3,13 +3,11 @@
 import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from processes import environment, python
+from processes import environment, interpreter, python
 from together import LIMIT
 from tools import fuzz_parsers, power_loss
 from tools.fuzz import corpus
@@ -94,14 +92,11 @@ def test_a_crash_is_found(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT)
 def test_a_killed_rank_ends_the_others_and_any_number_resumes(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.faults.ranks", "--kills", "1", "--verb", "refit"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
+    done = interpreter(
+        *("-m", "tools.faults.ranks", "--kills", "1", "--verb", "refit"),
+        cwd=ROOT,
         timeout=LIMIT,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        env=environment(TMPDIR=str(tmp_path)),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| refit |" in done.stdout

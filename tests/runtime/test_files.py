@@ -1,6 +1,4 @@
 import os
-import subprocess
-import sys
 import threading
 import tracemalloc
 
@@ -16,6 +14,7 @@ from moemerge.runtime.files import (
     read_object,
     write_whole,
 )
+from processes import interpreter
 
 
 @pytest.mark.parametrize(
@@ -89,8 +88,7 @@ def test_reading_a_small_file_takes_little_memory(tmp_path):
 
 
 def test_a_file_is_written_whole_and_what_dead_runs_left_beside_it_goes(tmp_path):
-    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    gone = interpreter("-c", "import os; print(os.getpid())")
     left = tmp_path / f".a.json.partial-{int(gone.stdout)}-0123abcd"
     others = [
         tmp_path / f".a.json.partial-{os.getpid()}-0123abcd",  # of a run that goes on

@@ -8,6 +8,7 @@ import pytest
 
 from moemerge.errors import DataError
 from moemerge.runtime.journals import LineStore, OtherRunError, read_lines
+from processes import limited
 
 HEAD = {"kind": "test", "made_by": {"seed": 1}}
 LINES = [{"text": "é", "n": 1}, {"text": "half \ud800", "n": 2.5}, {"text": "", "n": None}]
@@ -118,15 +119,11 @@ def test_lines_are_read_while_another_run_writes(tmp_path):
 
 def test_a_file_that_cannot_grow_is_reported_and_stays_usable(tmp_path):
     whole = written(tmp_path / "f")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, hard))
-    try:
-        with (
-            LineStore(tmp_path / "f", HEAD) as file,
-            pytest.raises(DataError, match="cannot be written: File too large"),
-        ):
-            file.add({"text": "x" * 100})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with (
+        limited(resource.RLIMIT_FSIZE, len(whole) + 20),
+        LineStore(tmp_path / "f", HEAD) as file,
+        pytest.raises(DataError, match="cannot be written: File too large"),
+    ):
+        file.add({"text": "x" * 100})
     with LineStore(tmp_path / "f", HEAD) as file:
         assert file.lines == LINES

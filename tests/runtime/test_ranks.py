@@ -1,6 +1,4 @@
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -8,6 +6,7 @@ import torch
 from moemerge.errors import UsageError
 from moemerge.runtime import devices, ranks
 from moemerge.runtime.ranks import SINGLE, Ranks
+from processes import fresh
 
 
 def shares(groups, of):
@@ -68,9 +67,7 @@ def test_variables_that_torchrun_would_not_set_are_refused(monkeypatch, name, te
     monkeypatch.setenv(name, text)
     with pytest.raises(UsageError, match=f"{name} is '{text}', expected {expected}"):
         (ranks.rank(), ranks.neighbours())
-    ended = subprocess.run(
-        [sys.executable, "-m", "moemerge", "inspect", "nowhere"], capture_output=True, text=True
-    )
+    ended = fresh("inspect", "nowhere")
     assert ended.returncode in (2, 3)
     assert ended.stderr.startswith("error: ")
 

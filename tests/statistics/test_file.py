@@ -65,9 +65,8 @@ def write(folder, out, *, overwrite=False):
 
 
 @pytest.fixture(scope="module")
-def olmoe(tmp_path_factory):
-    folder = zoo.build("olmoe", tmp_path_factory.mktemp("olmoe"))
-    return zoo.tiny_tokenizer(folder)
+def olmoe(zoo_folder):
+    return zoo_folder("olmoe", tokenizer=True)
 
 
 @pytest.mark.parametrize("width", [1, 5, 128, 129, 300])
@@ -206,8 +205,7 @@ def test_statistics_of_another_model_are_refused(olmoe, tmp_path):
 
 def test_statistics_of_another_tokenizer_are_refused(olmoe, tmp_path):
     path = write(olmoe, tmp_path / "a.stats")
-    moved = tmp_path / "moved"
-    shutil.copytree(olmoe, moved)
+    moved = shutil.copytree(olmoe, tmp_path / "moved")
     zoo.tiny_tokenizer(moved)  # the same once more
     checkpoint, architecture = opened(moved)
     with Statistics.open(path) as found:
@@ -234,8 +232,7 @@ def test_one_expert_makes_another_model(family, fused, zoo_folder, tmp_path):
         if unit.layer != 1 or unit.expert not in (0, 5) or len(unit.shape) != 2:
             continue
         moved = tmp_path / unit.key
-        shutil.copytree(folder, moved)
-        with zoo.edited(moved) as tensors:
+        with zoo.edited(folder, moved) as tensors:
             first, stop = unit.slot.rows or (0, len(tensors[unit.tensor]))
             unit.slot.take(tensors[unit.tensor][first:stop]).mul_(1.5)
         assert model_fingerprint(*opened(moved)) != before, unit.key
@@ -244,8 +241,7 @@ def test_one_expert_makes_another_model(family, fused, zoo_folder, tmp_path):
 def test_any_tensor_makes_another_model(olmoe, tmp_path):
     before = model_fingerprint(*opened(olmoe))
     tensors = load_file(olmoe / "model.safetensors")
-    moved = tmp_path / "moved"
-    shutil.copytree(olmoe, moved)
+    moved = shutil.copytree(olmoe, tmp_path / "moved")
     for name in tensors:
         if "experts" in name or ".layers.0." in name or ".layers.2." in name:
             continue

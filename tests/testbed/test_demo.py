@@ -4,13 +4,11 @@ import json
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from evidence import training
 from evidence.scoring import accuracy_many
 from evidence.training import TEST_PROBLEMS, TEST_SEED
 from moemerge import api
-from moemerge.cli.app import app
 from moemerge.testbed import bundled_set
 from moemerge.testbed.demo import (
     AS_MERGED,
@@ -26,6 +24,7 @@ from moemerge.testbed.demo import (
     findings,
 )
 from moemerge.testbed.tasks import problems
+from terminal import moemerge, succeed
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +38,7 @@ def trained(tmp_path_factory):
 @pytest.mark.slow
 def test_every_row_is_a_model_that_was_made_and_measured(trained, tmp_path):
     folder = tmp_path / "demo"
-    command = ["demo", str(folder), "--set", str(trained.folder), "--problems", "8"]
-    result = CliRunner().invoke(app, [*command, "--json"])
-    assert result.exit_code == 0, result.stderr
+    result = succeed("demo", folder, "--set", trained.folder, "--problems", "8", "--json")
     found = json.loads(result.stdout)
     rows = {(row["model"], row["routers"]): row for row in found["rows"]}
     assert list(rows)[:3] == [("base", ""), ("math", SPECIALIST), ("code", SPECIALIST)]
@@ -53,7 +50,7 @@ def test_every_row_is_a_model_that_was_made_and_measured(trained, tmp_path):
 
 def test_a_folder_that_is_no_demo_is_left_alone(trained, tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    result = CliRunner().invoke(app, ["demo", str(tmp_path), "--set", str(trained.folder)])
+    result = moemerge("demo", tmp_path, "--set", trained.folder)
     assert result.exit_code == 2
     assert "is not a demo folder" in result.stderr
     assert (tmp_path / "thesis.txt").exists()
@@ -110,7 +107,7 @@ def test_findings_say_what_the_numbers_say_whichever_way_they_went():
 
 def test_where_the_specialists_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shown = CliRunner().invoke(app, ["demo", "--path"])
+    shown = moemerge("demo", "--path")
     assert shown.stdout == f"{bundled_set().folder}\n"
     assert not list(tmp_path.iterdir())
 

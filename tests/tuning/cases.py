@@ -6,8 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import moemerge
 import zoo
 from moemerge.runtime.progress import Silent
@@ -41,15 +39,6 @@ def tune(base: Path, out: Path, **settings: Any) -> Any:
     """A short training with steps that show."""
     given = {"data": rows(), "batch": 8, "steps": 4, "learning_rate": 1e-2, **settings}
     return moemerge.tune(base, out, **given)
-
-
-def changed(base: Path, out: Path) -> set[str]:
-    """Tensors that are not the base's, bit for bit; all others, names, shapes and dtypes are."""
-    before, after = zoo.tensors(base), zoo.tensors(out)
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        assert (value.shape, value.dtype) == (after[name].shape, after[name].dtype)
-    return {name for name, value in before.items() if not torch.equal(value, after[name])}
 
 
 class InterruptedAt(Silent):

@@ -5,9 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from calibration.cases import changed_tensors
 from moemerge import Checkpoint
 from moemerge.errors import ArchitectureError, UsageError
-from tuning.cases import changed, make_base, tune
+from tuning.cases import make_base, tune
 
 
 def logits(model):
@@ -21,7 +22,7 @@ def test_merged_and_kept_are_the_same_model(family, zoo_folder, tmp_path):
     base = make_base(zoo_folder(family), tmp_path / "base")
     report = tune(base, tmp_path / "merged", lora=4)
     tune(base, tmp_path / "adapter", lora=4, adapter=True)
-    names = changed(base, tmp_path / "merged")
+    names = changed_tensors(base, tmp_path / "merged")
     for part in ("experts.0.gate_proj", "experts.7.down_proj", "mlp.gate.", "q_proj"):
         assert any(part in name for name in names), part
     assert not [name for name in names if "embed" in name or "lm_head" in name or "norm" in name]
@@ -41,7 +42,7 @@ def test_merged_and_kept_are_the_same_model(family, zoo_folder, tmp_path):
 def test_an_adapter_of_routers_changes_routers_alone(base, tmp_path):
     tune(base, tmp_path / "out", lora=2, only="routers")
     routers = {f"model.layers.{n}.mlp.gate.weight" for n in range(2)}
-    assert changed(base, tmp_path / "out") == routers
+    assert changed_tensors(base, tmp_path / "out") == routers
 
 
 def test_an_adapter_folder_holds_no_model(base, tmp_path):
@@ -75,4 +76,4 @@ def test_a_model_with_an_adapter_is_tuned_as_a_whole(base, tmp_path):
     tune(f"{base}+{tmp_path / 'adapter'}", tmp_path / "out", only="routers")
     tune(base, tmp_path / "merged", lora=2)
     routers = {f"model.layers.{n}.mlp.gate.weight" for n in range(2)}
-    assert changed(tmp_path / "merged", tmp_path / "out") == routers
+    assert changed_tensors(tmp_path / "merged", tmp_path / "out") == routers

@@ -4,11 +4,9 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import quantised_zoo as qz
 import zoo
-from moemerge.cli.app import app
 from moemerge.errors import (
     ArchitectureError,
     CheckpointError,
@@ -19,6 +17,7 @@ from moemerge.errors import (
 )
 from moemerge.tuning import output
 from moemerge.tuning.settings import TuningSettings
+from terminal import moemerge, succeed
 from tuning.cases import make_base, rows, tune
 
 
@@ -97,16 +96,13 @@ def test_a_preset_gives_way_to_what_is_given():
 
 
 def test_the_command_line(base, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
-    words = ["tune", str(base), str(tmp_path / "out"), "--data", str(file), "--batch", "8"]
-    result = CliRunner().invoke(app, [*words, "--steps", "2", "--json", str(tmp_path / "r.json")])
-    assert result.exit_code == 0, result.output
+    file = zoo.write_rows(tmp_path / "rows.jsonl", rows())
+    words = ["tune", base, tmp_path / "out", "--data", file, "--batch", "8"]
+    result = succeed(*words, "--steps", "2", "--json", tmp_path / "r.json")
     assert "2 (0.5 epochs)" in result.output
     assert json.loads((tmp_path / "r.json").read_text())["steps"] == 2
-    again = CliRunner().invoke(app, [*words, "--learnin-rate", "1"])
-    assert again.exit_code == 2
+    assert moemerge(*words, "--learnin-rate", "1").exit_code == 2
     diverged = [*words, "--steps", "3", "--overwrite", "--learning-rate", "1e30"]
-    result = CliRunner().invoke(app, [*diverged, "--warmup", "0", "--clip", "1e30"])
+    result = moemerge(*diverged, "--warmup", "0", "--clip", "1e30")
     assert result.exit_code == 4, result.output
     assert (tmp_path / "out/config.json").exists()

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import moemerge
 import zoo
+from calibration.cases import changed_tensors
 from moemerge.architectures.opened import open_model
 from moemerge.architectures.roles import Role
 from moemerge.config.yaml_lines import read_yaml
@@ -17,7 +18,7 @@ from moemerge.text.answers import load_answers
 from moemerge.text.domains import TextSettings
 from moemerge.text.tokens import load_tokenizer
 from together import job, together
-from tuning.cases import changed, make_base, rows, tune
+from tuning.cases import make_base, rows, tune
 
 
 def test_a_tuned_model_is_the_base_with_other_weights(base, tmp_path):
@@ -25,7 +26,7 @@ def test_a_tuned_model_is_the_base_with_other_weights(base, tmp_path):
     assert report.last_loss < 0.8 * report.first_loss
     assert [point.step for point in report.curve] == list(range(1, 9))
     out = tmp_path / "out"
-    assert len(changed(base, out)) > 0.9 * len(zoo.tensors(base))
+    assert len(changed_tensors(base, out)) > 0.9 * len(zoo.tensors(base))
     added = {"README.md", "moemerge_config.yml", "moemerge_report.json"}
     assert {p.name for p in out.iterdir()} == {p.name for p in base.iterdir()} | added
     for name in ("config.json", "tokenizer.json"):
@@ -74,7 +75,7 @@ def test_packed_rows_do_not_see_each_other(base, tmp_path):
 def test_only_routers_leaves_everything_else_bit_for_bit(base, tmp_path):
     report = tune(base, tmp_path / "out", only="routers")
     routers = {f"model.layers.{n}.mlp.gate.weight" for n in range(2)}
-    assert changed(base, tmp_path / "out") == routers
+    assert changed_tensors(base, tmp_path / "out") == routers
     assert report.parameters == 2 * zoo.EXPERTS * zoo.HIDDEN
 
 
@@ -97,7 +98,7 @@ def test_every_layout_comes_back(family, fused, zoo_folder, tmp_path):
     built = zoo_folder(family, fused=fused, dtype=torch.bfloat16, shard_size="60KB")
     base = make_base(built, tmp_path / "base")
     report = tune(base, tmp_path / "out", steps=6)
-    names = changed(base, tmp_path / "out")
+    names = changed_tensors(base, tmp_path / "out")
     assert any("experts" in name for name in names)
     assert any("gate.weight" in name or "router.weight" in name for name in names)
     files = {p.name for p in base.glob("*.safetensors*")}
@@ -135,11 +136,7 @@ def test_the_optimiser_is_adam_without_weight_decay(base, tmp_path):
 
 def test_tuning_a_merge_keeps_what_the_merge_said(base, tmp_path):
     other = zoo.perturb(base, tmp_path / "other", seed=1)
-    config = {
-        "merge_method": "linear",
-        "models": [{"model": str(m), "parameters": {"weight": 0.5}} for m in (base, other)],
-    }
-    (tmp_path / "linear.yml").write_text(json.dumps(config))
+    (tmp_path / "linear.yml").write_text(json.dumps(zoo.linear([base, other])))
     moemerge.merge(tmp_path / "linear.yml", tmp_path / "merged")
     tune(tmp_path / "merged", tmp_path / "out", steps=1)
     document = json.loads((tmp_path / "out/moemerge_report.json").read_text())
@@ -151,15 +148,14 @@ def test_tuning_a_merge_keeps_what_the_merge_said(base, tmp_path):
 def test_the_same_seed_gives_the_same_bytes(base, tmp_path):
     for out, seed in (("a", 1), ("b", 1), ("c", 2)):
         tune(base, tmp_path / out, seed=seed, steps=2)
-    assert changed(tmp_path / "a", tmp_path / "b") == set()
-    assert changed(tmp_path / "a", tmp_path / "c")
+    assert changed_tensors(tmp_path / "a", tmp_path / "b") == set()
+    assert changed_tensors(tmp_path / "a", tmp_path / "c")
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(base, tmp_path):
     """The mean over all answers of a step, whichever process has them; rank 0 writes alone."""
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    file = zoo.write_rows(tmp_path / "rows.jsonl", rows())
     how = {"batch": 32, "micro_batch": 16, "steps": 3, "learning_rate": 1e-3, "device": "cpu"}
     two = job("tune", base, tmp_path / "two", data=[str(file)], report=tmp_path / "report", **how)
     (code, words), (other, others) = together({2: [two]})

@@ -3,10 +3,11 @@
 import pytest
 
 import zoo
+from calibration.cases import changed_tensors
 from moemerge.errors import UsageError
 from moemerge.lockstep.journal import SavedStates, mark_complete
 from moemerge.runtime.journals import saved_path
-from tuning.cases import InterruptedAt, changed, rows, tune
+from tuning.cases import InterruptedAt, rows, tune
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ def test_resuming_ends_with_the_same_bytes(how, base, tmp_path):
     resumed = tune(base, tmp_path / "b", **how)
     assert (whole.resumed, resumed.resumed) == (0, 4)
     assert resumed.curve == whole.curve
-    assert changed(tmp_path / "a", tmp_path / "b") == set()
+    assert changed_tensors(tmp_path / "a", tmp_path / "b") == set()
     assert {p.name for p in tmp_path.iterdir()} == {"base", "a", "b"}
 
 

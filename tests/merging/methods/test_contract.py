@@ -46,6 +46,15 @@ def count_of(method, wanted=3):
     return min(wanted, method.schema.max_models or wanted)
 
 
+def drawn(method, shape, seed, dtype=torch.float32):
+    """A base, and as many fine-tunes of it as the method merges, of three."""
+    g = torch.Generator().manual_seed(seed)
+    base = torch.randn(shape, generator=g, dtype=dtype)
+    count = count_of(method)
+    changes = [torch.randn(shape, generator=g, dtype=dtype) for _ in range(count)]
+    return base, [base + 0.1 * change for change in changes]
+
+
 def statistics_of(method, tensor):
     """Statistics that depend on the tensor alone; none where a real file would have none."""
     kind = method.schema.statistics
@@ -76,12 +85,7 @@ def test_methods_are_found():
 def test_shapes_dtypes_and_untouched_inputs(name, active):
     method = METHODS.get(name)
     for shape, dtype in product(SHAPES, (torch.float32, torch.float64)):
-        g = torch.Generator().manual_seed(1)
-        base = torch.randn(shape, generator=g, dtype=dtype)
-        tensors = [
-            base + 0.1 * torch.randn(shape, generator=g, dtype=dtype)
-            for _ in range(count_of(method))
-        ]
+        base, tensors = drawn(method, shape, 1, dtype)
         before = [t.clone() for t in (base, *tensors)]
         for role in (Role.EXPERT, Role.NORM):
             out = call(method, tensors, base, active=active, role=role)
@@ -96,12 +100,7 @@ def test_shapes_dtypes_and_untouched_inputs(name, active):
 @pytest.mark.parametrize("name", NAMES)
 def test_float64_is_computed_in_float64(name):
     method = METHODS.get(name)
-    g = torch.Generator().manual_seed(2)
-    base = torch.randn(4, 6, generator=g, dtype=torch.float64)
-    tensors = [
-        base + 0.1 * torch.randn(4, 6, generator=g, dtype=torch.float64)
-        for _ in range(count_of(method))
-    ]
+    base, tensors = drawn(method, (4, 6), 2, torch.float64)
     wide = call(method, tensors, base)
     narrow = call(method, [t.float() for t in tensors], base.float())
     torch.testing.assert_close(narrow.double(), wide, rtol=1e-4, atol=1e-5)
@@ -111,12 +110,10 @@ def test_float64_is_computed_in_float64(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_transposed_view_counts_as_its_canonical_copy(name):
     method = METHODS.get(name)
-    g = torch.Generator().manual_seed(3)
-    stored = [torch.randn(9, 5, generator=g) for _ in range(1 + count_of(method))]
-    views = [s.T for s in stored]
-    copies = [v.contiguous() for v in views]
-    seen = call(method, views[1:], views[0])
-    assert torch.equal(seen.contiguous(), call(method, copies[1:], copies[0]))
+    base, tensors = drawn(method, (9, 5), 3)
+    seen = call(method, [t.T for t in tensors], base.T)
+    copied = call(method, [t.T.contiguous() for t in tensors], base.T.contiguous())
+    assert torch.equal(seen.contiguous(), copied)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +194,7 @@ IDENTICAL = (
 def test_identical_models_with_full_weight_give_that_model(name):
     """With defaults and normalized shares, n copies of one model are that model."""
     method = METHODS.get(name)
-    g = torch.Generator().manual_seed(5)
-    base = torch.randn(4, 6, generator=g)
-    model = base + 0.1 * torch.randn(4, 6, generator=g)
+    base, (model, *_) = drawn(method, (4, 6), 5)
     if name == "wudi":  # copies of one task vector interfere: their minimum is the vector itself
         options = method.options(solver="exact")
     elif any(f.name == "normalize" for f in fields(method.options)):
@@ -219,9 +214,7 @@ SYMMETRIC = [n for n in NAMES if not n.startswith(IN_ORDER)]
 @pytest.mark.parametrize("name", SYMMETRIC)
 def test_the_order_of_equally_weighted_models_does_not_matter(name):
     method = METHODS.get(name)
-    g = torch.Generator().manual_seed(6)
-    base = torch.randn(4, 6, generator=g)
-    tensors = [base + 0.1 * torch.randn(4, 6, generator=g) for _ in range(count_of(method))]
+    base, tensors = drawn(method, (4, 6), 6)
     forward = call(method, tensors, base)
     torch.testing.assert_close(call(method, tensors[::-1], base), forward)
 
@@ -256,9 +249,7 @@ def test_methods_that_pages_call_different_by_the_unit_are(name, monkeypatch):
 @pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).elementwise])
 def test_elementwise_methods_commute_with_cutting(name):
     method = METHODS.get(name)
-    g = torch.Generator().manual_seed(7)
-    base = torch.randn(6, 4, generator=g)
-    tensors = [base + 0.1 * torch.randn(6, 4, generator=g) for _ in range(count_of(method))]
+    base, tensors = drawn(method, (6, 4), 7)
     whole = call(method, tensors, base)
     parts = [call(method, [t[s] for t in tensors], base[s]) for s in (slice(0, 2), slice(2, 6))]
     assert torch.equal(torch.cat(parts), whole)
@@ -270,9 +261,7 @@ def test_blocks_do_not_show(name, monkeypatch):
     from moemerge.merging.methods import _arithmetic
 
     method = METHODS.get(name)
-    g = torch.Generator().manual_seed(8)
-    base = torch.randn(16, 24, generator=g)
-    tensors = [base + 0.1 * torch.randn(16, 24, generator=g) for _ in range(count_of(method))]
+    base, tensors = drawn(method, (16, 24), 8)
     whole = call(method, tensors, base)
     monkeypatch.setattr(_arithmetic, "CPU_CHUNK", 64)
     torch.testing.assert_close(call(method, tensors, base), whole, rtol=1e-6, atol=1e-7)
