@@ -86,12 +86,9 @@ SHARED = {"calibrate", "refit", "distill", "diagnose", "stats", "merge", "tune"}
 
 @pytest.mark.parametrize("path", [path for path in FLAGS if path[0] not in SHARED], ids=" ".join)
 def test_other_verbs_refuse_several_processes(path, monkeypatch):
-    command = GROUP
-    for word in path:
-        command = command.commands[word]
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="runs in one process, and torchrun started 2"):
-        command.callback()
+        command_of(path).callback()
 
 
 @pytest.mark.parametrize(
@@ -100,11 +97,15 @@ def test_other_verbs_refuse_several_processes(path, monkeypatch):
 )
 def test_json_is_a_switch_if_a_command_writes_nothing_else(verbs, switch):
     for path in (path for path in FLAGS if path[0] in verbs):
-        command = GROUP
-        for word in path:
-            command = command.commands[word]
-        (flag,) = [p for p in command.params if "--json" in p.opts]
+        (flag,) = [p for p in command_of(path).params if "--json" in p.opts]
         assert flag.is_flag is switch, path
+
+
+def command_of(path):
+    command = GROUP
+    for word in path:
+        command = command.commands[word]
+    return command
 
 
 def verb_of(line):

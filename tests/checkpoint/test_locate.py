@@ -69,11 +69,8 @@ def test_a_file_is_no_folder(tmp_path):
         locate(str(tmp_path / "model.safetensors"))
 
 
-def test_a_folder_with_signs_in_its_name(tmp_path):
-    folder = tmp_path / "a+b@c"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    save_file({"x": torch.ones(2)}, folder / "model.safetensors")
+def test_a_folder_with_signs_in_its_name(make_folder):
+    folder = make_folder("a+b@c", {"model.safetensors": {"x": torch.ones(2)}})
     assert list(Checkpoint.open(str(folder))) == ["x"]
     assert list(Checkpoint.open(folder)) == ["x"]
 

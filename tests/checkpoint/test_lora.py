@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -271,13 +271,9 @@ def test_incomplete_adapter_folders(tmp_path, base):
         AdaptedCheckpoint(base, adapter)
 
 
-def test_quantised_bases_are_refused(tmp_path):
-    folder = tmp_path / "base"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    save_file(
-        {f"{Q}.weight": torch.ones(16, 16).to(torch.float8_e4m3fn)}, folder / "model.safetensors"
-    )
+def test_quantised_bases_are_refused(make_folder, tmp_path):
+    weight = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    folder = make_folder("base", {"model.safetensors": {f"{Q}.weight": weight}}, config={})
     with pytest.raises(CheckpointError, match=r"stored as float8_e4m3fn"):
         AdaptedCheckpoint(folder, zoo.adapter(tmp_path / "adapter", pair()))
 
@@ -291,11 +287,9 @@ def test_pickled_adapters(tmp_path, base):
     assert torch.equal(AdaptedCheckpoint(base, adapter)[f"{Q}.weight"], expected)
 
 
-def test_transposed_storage(tmp_path):
-    folder = tmp_path / "base"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    save_file({"h.weight": torch.zeros(5, 7)}, folder / "model.safetensors")  # Conv1D: (in, out)
+def test_transposed_storage(make_folder, tmp_path):
+    weight = torch.zeros(5, 7)  # Conv1D: (in, out)
+    folder = make_folder("base", {"model.safetensors": {"h.weight": weight}}, config={})
     a, b = torch.randn(2, 5), torch.randn(7, 2)
     tensors = {"h.lora_A.weight": a, "h.lora_B.weight": b}
     adapter = zoo.adapter(tmp_path / "adapter", tensors, fan_in_fan_out=True)
@@ -304,13 +298,11 @@ def test_transposed_storage(tmp_path):
     check_rows(ours)
 
 
-def test_stacks_stored_transposed(tmp_path):
+def test_stacks_stored_transposed(make_folder, tmp_path):
     """gpt_oss keeps (experts, in, out), and PEFT knows; square, only the family tells."""
-    folder = tmp_path / "base"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    save_file({name: torch.zeros(3, 6, 6)}, folder / "model.safetensors")
+    files = {"model.safetensors": {name: torch.zeros(3, 6, 6)}}
+    folder = make_folder("base", files, config={"model_type": "gpt_oss"})
     a, b = torch.randn(6, 6), torch.randn(6, 6)
     owner = name.rpartition(".")[0]
     tensors = {f"{owner}.lora_A.weight": a, f"{owner}.lora_B.weight": b}

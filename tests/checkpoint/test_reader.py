@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.pickled import PickledFile
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
-from processes import python
+from processes import limited, python
 
 from .conftest import sample_tensors
 
@@ -229,21 +228,15 @@ def test_memory_stays_bounded(make_folder):
     assert all(int(grown) < 40 * 1024 for grown in run.stdout.split()), run.stdout  # kilobytes
 
 
-def test_too_many_open_files_is_explained(tmp_path):
-    folder = tmp_path / "many"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    for i in range(20):
-        save_file({f"t{i}": torch.ones(1)}, folder / f"m{i}.safetensors")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def test_too_many_open_files_is_explained(make_folder):
+    folder = make_folder(files={f"m{i}.safetensors": {f"t{i}": torch.ones(1)} for i in range(20)})
     lowest_free = os.dup(0)
     os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 5, hard))
-    try:
-        with pytest.raises(CheckpointError, match="ulimit -n"):
-            Checkpoint.open(folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with (
+        limited(resource.RLIMIT_NOFILE, lowest_free + 5),
+        pytest.raises(CheckpointError, match="ulimit -n"),
+    ):
+        Checkpoint.open(folder)
 
 
 class Evil:

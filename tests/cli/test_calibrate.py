@@ -7,16 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import processes
 import zoo
-from moemerge.cli.app import app
 from moemerge.runtime.journals import journal_path
-
-
-def moemerge(*args):
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(arg) for arg in args])
+from terminal import moemerge
 
 
 def test_a_table_on_stdout_and_a_line_for_each_layer_on_stderr(case, tmp_path):
@@ -95,13 +90,9 @@ def test_errors_have_their_exit_codes(more, code, words, case, tmp_path):
 def test_validate_checks_text_and_layers_of_a_repair(case, tmp_path, content, layers, said):
     if content is not None:
         (tmp_path / "text.jsonl").write_text(content)
-    lines = ["merge_method: linear", "models:"]
-    lines += [
-        f"- {{model: {f}, name: {n}, parameters: {{weight: 1}}}}" for n, f in case.sources.items()
-    ]
-    lines += ["data:", *(f"  {name}: {tmp_path / 'text.jsonl'}" for name in case.sources)]
-    lines += [f"calibration: {{layers: '{layers}'}}", ""]
-    (tmp_path / "config.yml").write_text("\n".join(lines))
+    data = dict.fromkeys(case.sources, str(tmp_path / "text.jsonl"))
+    config = zoo.linear(case.sources, data=data, calibration={"layers": layers})
+    (tmp_path / "config.yml").write_text(json.dumps(config))
     for verb in (["validate"], ["run"]):
         out = [tmp_path / "out"] if verb == ["run"] else []
         result = moemerge(*verb, tmp_path / "config.yml", *out)
@@ -116,11 +107,9 @@ def test_its_own_config_makes_a_run_again_from_anywhere(case, tmp_path, monkeypa
         zoo.tiny_tokenizer(tmp_path / name)
         shutil.copy(case.data[name], tmp_path / f"{name}.jsonl")
     names = list(case.sources)
-    models = "".join(f"- {{model: {name}, parameters: {{weight: 1}}}}\n" for name in names)
-    data = "".join(f"  {name}: {name}.jsonl\n" for name in names)
-    text = f"merge_method: linear\nmodels:\n{models}data:\n{data}calibration:\n"
+    config = zoo.linear(names, data={name: f"{name}.jsonl" for name in names}, calibration={})
     (tmp_path / "configs").mkdir()  # models and text lie where the command is run, not here
-    (tmp_path / "configs" / "config.yml").write_text(text)
+    (tmp_path / "configs" / "config.yml").write_text(json.dumps(config))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     assert moemerge("run", "configs/config.yml", "out", "--alpha", "0.7").exit_code == 0

@@ -4,11 +4,10 @@ import json
 import shlex
 
 import pytest
-from typer.testing import CliRunner
 
+import terminal
 import zoo
 from calibration import cases
-from moemerge.cli.app import app
 from moemerge.cli.routing_table import bar
 from moemerge.errors import CheckpointError
 
@@ -18,8 +17,8 @@ def case(case_of):
     return case_of("olmoe", rows=6)
 
 
-def moemerge(*args, columns=80):
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, [str(arg) for arg in args])
+def moemerge(*words, columns=80):
+    return terminal.moemerge(*words, columns=columns)
 
 
 def test_a_bar_for_each_layer_then_totals_and_advice(case):
@@ -129,13 +128,11 @@ def test_run_writes_a_page_too(case, tmp_path):
     pytest.importorskip("plotly")
     config = tmp_path / "merge.yml"
     base = zoo.tiny_tokenizer(zoo.perturb(case.merged, tmp_path / "base", seed=9))
-    lines = [f"merge_method: task_arithmetic\nbase_model: {base}\nmodels:"]
-    lines += [f"  - {{model: {path}, name: {name}, parameters: {{weight: 0.5}}}}"
-              for name, path in case.sources.items()]  # fmt: skip
-    lines += ["calibration:", "  sources:"]
-    lines += [f"    {name}: {path}" for name, path in case.sources.items()]
-    lines += ["  data:"] + [f"    {name}: {path}" for name, path in case.data.items()]
-    config.write_text("\n".join(lines) + "\n")
+    merge = zoo.linear(case.sources, merge_method="task_arithmetic", base_model=str(base))
+    sources, data = (
+        {name: str(path) for name, path in paths.items()} for paths in (case.sources, case.data)
+    )
+    config.write_text(json.dumps({**merge, "calibration": {"sources": sources, "data": data}}))
     page = tmp_path / "page.html"
     flags = ["--report", page, "--seed", "3", "--layers", "0,1", "--no-measure"]
     result = moemerge("run", config, tmp_path / "out", *flags)
@@ -145,7 +142,7 @@ def test_run_writes_a_page_too(case, tmp_path):
     assert words in page.read_text().replace("<span>", "").replace("</span>", "")
     assert f"page: {page}" in result.stderr
     plain = tmp_path / "plain.yml"
-    plain.write_text("\n".join(lines[: 1 + len(case.sources)]) + "\n")
+    plain.write_text(json.dumps(merge))
     result = moemerge("run", plain, tmp_path / "other", "--report", page)
     assert result.exit_code == 2
     assert "no calibration: or refit: or distill: block" in result.stderr

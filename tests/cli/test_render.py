@@ -2,7 +2,6 @@
 
 import builtins
 import errno
-import io
 import json
 import os
 import random
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 import moemerge
@@ -32,13 +30,7 @@ from moemerge.config.schema import REPAIRS
 from moemerge.report.words import Quantity
 from moemerge.routing.figures import FIGURES
 from moemerge.runtime.journals import journal_path
-
-
-def printed(renderable, width):
-    console = Console(file=io.StringIO(), width=width)
-    console.print(renderable, crop=False)
-    return console.file.getvalue()
-
+from terminal import printed, succeed
 
 # --- the parts ----------------------------------------------------------------------------------
 
@@ -94,18 +86,13 @@ def case(case_of):
 @pytest.fixture(scope="module")
 def config(case, tmp_path_factory):
     folder = tmp_path_factory.mktemp("config")
-    content = {
-        "merge_method": "task_arithmetic",
-        "base_model": str(zoo.perturb(case.merged, folder / "base", seed=9)),
-        "models": [
-            {"model": str(path), "name": name, "parameters": {"weight": 0.4}}
-            for name, path in case.sources.items()
-        ],
-        "calibration": {
-            "data": {name: str(path) for name, path in case.data.items()},
-            "holdout": 0.3,
-        },
-    }
+    data = {name: str(path) for name, path in case.data.items()}
+    content = zoo.linear(
+        case.sources,
+        merge_method="task_arithmetic",
+        base_model=str(zoo.perturb(case.merged, folder / "base", seed=9)),
+        calibration={"data": data, "holdout": 0.3},
+    )
     path = folder / "run.yml"
     path.write_text(json.dumps(content))
     return path
@@ -186,8 +173,7 @@ def test_run_prints_every_repair(config, case, tmp_path, monkeypatch):
     content |= {"data": content.pop("calibration")["data"], **blocks}
     (tmp_path / "all.yml").write_text(json.dumps(content))
     words = ["run", "all.yml", "out", "-v", "--json", "r.json"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
+    result = succeed(*words)
     assert {repair.key for repair in REPAIRS} <= json.loads(
         (tmp_path / "r.json").read_text()
     ).keys()
@@ -340,7 +326,7 @@ def ended(reaction):
         "sys.modules['moemerge.cli.app'] = Slow('moemerge.cli.app')\n"
         "moemerge.cli.main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = processes.interpreter("-c", code)
     return done.returncode, done.stderr
 
 
@@ -354,13 +340,7 @@ def test_a_library_that_makes_another_error_of_it():
 
 def test_errors_that_nobody_foresaw_are_one_sentence_and_a_log(tmp_path):
     code = "import sys, moemerge.cli\nsys.modules['moemerge.cli.app'] = None\nmoemerge.cli.main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
+    done = processes.interpreter("-c", code, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert done.returncode == 1
     (log,) = tmp_path.iterdir()
     assert done.stderr == (

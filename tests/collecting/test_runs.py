@@ -2,7 +2,6 @@
 
 import json
 import resource
-import shutil
 import threading
 
 import pytest
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 
 import moemerge
 import multimodal_zoo
+import processes
 import zoo
 from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.opened import open_model
@@ -25,6 +25,14 @@ from moemerge.runtime.ranks import SINGLE
 from moemerge.statistics import Statistics
 
 KINDS = ("gram", "fisher")
+
+
+def pairs(one, other):
+    """The values of every unit in two files, which have the same units and tokens."""
+    assert set(one.units) == set(other.units)
+    for key in one.units:
+        assert one.tokens(key) == other.tokens(key), key
+        yield key, one.read(one.kind, key).values, other.read(other.kind, key).values
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,11 +54,8 @@ def test_layouts_share_their_statistics(kind, family, model_folder, collect, tmp
     collect(plain, tmp_path / "plain", kind=kind)
     collect(fused, tmp_path / "fused", kind=kind)
     with Statistics.open(tmp_path / "plain") as one, Statistics.open(tmp_path / "fused") as other:
-        assert set(one.units) == set(other.units)
-        for key in one.units:
-            assert one.tokens(key) == other.tokens(key)
-            ours, theirs = one.read(kind, key), other.read(kind, key)
-            assert torch.equal(ours.values, theirs.values), key
+        for key, ours, theirs in pairs(one, other):
+            assert torch.equal(ours, theirs), key
         checkpoint = Checkpoint.open(fused)
         architecture = Architecture.of(checkpoint.config, checkpoint.tensors)
         one.check_fits("math", checkpoint, architecture)
@@ -69,12 +74,10 @@ def test_an_input_is_kept_once(model_folder, collect, tmp_path):
         assert where[f"{expert}down_proj.weight"] != where[f"{expert}up_proj.weight"]
 
 
-def test_an_expert_without_a_token_is_named(model_folder, text, tmp_path):
+def test_an_expert_without_a_token_is_named(model_folder, collect, tmp_path):
     """One token goes to two of the eight experts of a layer."""
     for kind in KINDS:
-        settings = CollectingSettings(kind=kind, device="cpu", limit=1, max_length=2)
-        request = CollectRequest(model_folder("olmoe"), tmp_path / kind, [text], settings)
-        report = run_collect(request, Silent())
+        report = collect(model_folder("olmoe"), tmp_path / kind, kind=kind, limit=1, max_length=2)
         with Statistics.open(tmp_path / kind) as found:
             for key in report.unvisited_experts:
                 assert found.tokens(key) == 0
@@ -95,15 +98,11 @@ def test_states_on_disk_give_the_same_bytes(kind, model_folder, collect, tmp_pat
 
 def test_a_full_disk_is_told_and_left_clean(tmp_path):
     store = StateStore("disk", torch.device("cpu"), tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
-    try:
+    with processes.limited(resource.RLIMIT_FSIZE, 2**20):
         store.put((0, 0), torch.ones(1000))
         with pytest.raises(CheckpointError, match="cannot be written"):
             store.put((0, 1), torch.ones(2**20))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        store.close()
+    store.close()
     assert not list(tmp_path.iterdir())
 
 
@@ -207,10 +206,7 @@ def test_what_is_refused_before_the_model_is_read(model_folder, collect, text, t
 def test_weights_that_are_not_finite_are_named(kind, model_folder, tmp_path):
     """Without padding, fused attention gives finite values for queries that are NaN."""
     name = "model.layers.1.self_attn.q_proj.weight"
-    broken = tmp_path / "broken"
-    shutil.copytree(model_folder("olmoe"), broken)
-    with zoo.edited(broken) as tensors:
-        tensors[name][0, 0] = float("nan")
+    broken = zoo.spoilt(model_folder("olmoe"), tmp_path / "broken", name)
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "one plus two is three"}\n' * 3)
     settings = CollectingSettings(kind=kind, device="cpu")
@@ -278,11 +274,6 @@ def test_all_other_families_have_statistics(family, model_folder, collect, tmp_p
 TOLERANCE = 1e-4
 
 
-def values(found, key):
-    mean = found.read(found.kind, key)
-    return mean.values
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["gram", "fisher"])
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
@@ -291,10 +282,7 @@ def test_a_gpu_gives_what_a_cpu_gives(kind, family, offload, model_folder, colle
     collect(model_folder(family), tmp_path / "cpu", kind=kind)
     collect(model_folder(family), tmp_path / "gpu", kind=kind, device="cuda", offload=offload)
     with Statistics.open(tmp_path / "cpu") as one, Statistics.open(tmp_path / "gpu") as other:
-        assert set(one.units) == set(other.units)
-        for key in one.units:
-            assert one.tokens(key) == other.tokens(key), key
-            wanted, got = values(one, key), values(other, key)
+        for key, wanted, got in pairs(one, other):
             assert float((got - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max()), key
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import moemerge
+import zoo
 from moemerge.errors import CheckpointError, ConfigError, DataError, UsageError
 from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
@@ -15,13 +16,11 @@ RECIPE = {"verify": "exact", "max_new_tokens": 24, "device": "cpu"}
 @pytest.fixture
 def config(tmp_path):
     models = bundled_set().models
-    prompts, code = tmp_path / "prompts.jsonl", tmp_path / "code.jsonl"
     asked = problems("math", split="test", count=20, seed=5)
-    prompts.write_text(
-        "".join(json.dumps({"q": p.prompt, "answer": p.answer}) + "\n" for p in asked)
-    )
+    rows = [{"q": p.prompt, "answer": p.answer} for p in asked]
+    prompts = zoo.write_rows(tmp_path / "prompts.jsonl", rows)
     texts = [p.prompt + p.answer for p in problems("code", split="test", count=20, seed=5)]
-    code.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    code = zoo.write_rows(tmp_path / "code.jsonl", ({"text": text} for text in texts))
     recipe = {
         "file": str(tmp_path / "math.jsonl"),
         "prompts": str(prompts),

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,9 +99,8 @@ def test_what_does_not_fit_is_refused(zoo_folder, tmp_path):
 
 
 def test_routers_that_are_not_finite_are_refused(zoo_folder, tmp_path):
-    donor = Path(shutil.copytree(zoo_folder("olmoe"), tmp_path / "donor"))
-    with zoo.edited(donor) as tensors:
-        tensors["model.layers.1.mlp.gate.weight"][2, 3] = torch.nan
+    name = "model.layers.1.mlp.gate.weight"
+    donor = zoo.spoilt(zoo_folder("olmoe"), tmp_path / "donor", name)
     with pytest.raises(NumericalError, match=r"layers\.1\.mlp\.gate\.weight holds NaN"):
         moemerge.swap_routers(zoo_folder("olmoe"), donor, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -132,20 +131,22 @@ def test_swaps_in_a_diagnosis_are_those_of_swapped_folders(family, case_of, tmp_
         assert swap.loss == pytest.approx(total.loss_source if own else total.loss, rel=1e-12)
 
 
-def test_diagnosis_and_statistics(case_of, tmp_path):
+@pytest.fixture
+def quantised(case_of, tmp_path):
+    """A case whose merged model is quantised."""
     kind = qz.KINDS["qwen fp8"]
     case = case_of(kind.family, dtype=torch.bfloat16)
-    merged = kind.publish(case.merged, tmp_path / "quantised", shards=2)
-    plain = qz.plain_copy(merged, tmp_path / "plain")
-    rows = [
-        moemerge.diagnose(folder, sources=case.sources, data=case.data).rows()
-        for folder in (merged, plain)
-    ]
+    return replace(case, merged=kind.publish(case.merged, tmp_path / "quantised", shards=2))
+
+
+def test_diagnosis_and_statistics(quantised, tmp_path):
+    plain = qz.plain_copy(quantised.merged, tmp_path / "plain")
+    rows = [case.diagnose().rows() for case in (quantised, replace(quantised, merged=plain))]
     assert figures(rows[0]) == figures(rows[1])
     files = []
-    for folder in (merged, plain):
+    for folder in (quantised.merged, plain):
         files.append(tmp_path / f"{folder.name}.stats")
-        moemerge.collect_statistics(folder, files[-1], data=case.data["math"])
+        moemerge.collect_statistics(folder, files[-1], data=quantised.data["math"])
     ours, theirs = (load_file(file) for file in files)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -155,13 +156,11 @@ def figures(rows):
     return [{k: v for k, v in row.items() if k != "model"} for row in rows]
 
 
-def test_routers_are_swapped_and_all_else_is_copied(case_of, tmp_path):
-    kind = qz.KINDS["qwen fp8"]
-    case = case_of(kind.family, dtype=torch.bfloat16)
-    merged = kind.publish(case.merged, tmp_path / "quantised", shards=2)
-    report = moemerge.swap_routers(merged, case.sources["math"], tmp_path / "out")
+def test_routers_are_swapped_and_all_else_is_copied(quantised, tmp_path):
+    merged, math = quantised.merged, quantised.sources["math"]
+    report = moemerge.swap_routers(merged, math, tmp_path / "out")
     before, after = zoo.tensors(merged), zoo.tensors(tmp_path / "out")
-    routers = zoo.tensors(case.sources["math"])
+    routers = zoo.tensors(math)
     assert before.keys() == after.keys()
     for name, tensor in after.items():
         wanted = routers[name] if name in report.tensors else before[name]

@@ -1,11 +1,10 @@
 """Tasks of lm-eval with our engine, against lm-eval's own."""
 
-import json
-
 import pytest
 
 pytest.importorskip("lm_eval")
 
+import zoo
 from evaluation.cases import request, run
 from evidence.scoring import accuracy
 from moemerge.errors import DataError, UsageError
@@ -43,9 +42,8 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 @pytest.fixture(scope="module")
 def task_file(sums, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
-    data = folder / "data.jsonl"
     rows = [{"question": p.prompt, "answer": p.answer} for p in sums[:16]]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = zoo.write_rows(folder / "data.jsonl", rows)
 
     def write(name, text):
         path = folder / f"{name}.yaml"

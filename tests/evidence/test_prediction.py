@@ -4,9 +4,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from evidence import swaps
-from evidence.natural_table import difference, repaired_models
+from evidence.natural_table import TokenTexts, difference, repaired_models
 from evidence.prediction import FITTED_SEEDS, Merge, bands, expected, merges
 from evidence.prediction import tested as on_other_seeds
 from moemerge.diagnosis.advice import (
@@ -31,6 +32,13 @@ def test_the_advice_has_the_numbers_of_the_fit():
     # Every merge of the paper's six methods and all others, with a gap worth closing.
     assert {one.regime for one in found} == {"soft", "plain"}
     assert len(found) == 840
+
+
+def test_brackets_and_words_that_are_completed():
+    texts = TokenTexts.of(["<pad>", "foo", "bar", " x", ")", "_y", "))"], torch.device("cpu"))
+    ids = torch.tensor([[1, 2, 5, 4, 3, 2, 6], [3, 2, 0, 0, 0, 0, 0]])  # foo|bar|_y ) x|bar ))
+    right = torch.tensor([[1, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0]]).bool()
+    assert texts.completed(ids, right).tolist() == [[2, 1, 2, 1], [0, 0, 1, 0]]
 
 
 def test_a_prediction_is_tested_on_other_seeds():

@@ -9,7 +9,7 @@ import torch
 
 import moemerge
 import zoo
-from merging.gathered import SEQUENCES, gather, unit_tensors
+from merging.gathered import SEQUENCES, gather, regmean, unit_tensors
 from moemerge.errors import CheckpointError, ConfigError, DataError, NumericalError
 
 FAMILIES = ["olmoe", "qwen3_moe", "mixtral"]
@@ -37,18 +37,8 @@ def pair(zoo_folder, tmp_path_factory):
             found = {}
             for seed, name in enumerate(TOKENS, 1):
                 model = zoo.perturb(base, folder / name, seed, scale=0.3)
-                visits = few_in(family, name)
-                found[name] = (
-                    model,
-                    gather(
-                        model,
-                        folder / f"{name}.stats",
-                        kind,
-                        seed=seed,
-                        tokens=TOKENS[name],
-                        visits=visits,
-                    ),
-                )
+                how = {"seed": seed, "tokens": TOKENS[name], "visits": few_in(family, name)}
+                found[name] = model, gather(model, folder / f"{name}.stats", kind, **how)
             made[key] = found
         return made[key]
 
@@ -64,29 +54,17 @@ def config(method, pair, **more):
     }
 
 
-def solved(weights, xs, lengths, factor, weigh=(1.0, 1.0)):
-    """RegMean term by term: G̃ and, for an expert with few tokens, as much of all models' inputs
-    as the model with the fewest lacks."""
-    counts = [len(x) for x in xs]
-    few = max(0, MIN_TOKENS - min(counts)) if min(counts) < min(lengths) else 0
-    pooled = sum(x.T @ x for x in xs) / max(1, sum(counts))
-    mean_length = sum(lengths) / len(lengths)
-    left, right = 0, 0
-    for weight, share, x, length in zip(weights, weigh, xs, lengths, strict=True):
-        gram = share * (x.T @ x / length + few / mean_length * pooled)
-        gram = factor * gram + (1 - factor) * torch.diag(gram.diagonal())
-        left, right = left + gram, right + gram @ weight.T
-    if not left.any():
-        return sum(s * w for s, w in zip(weigh, weights, strict=True)) / sum(weigh)
-    return torch.linalg.solve(left, right).T
+def gram_of(stats, key):
+    """The mean of x xᵀ over the tokens of a unit, and their number."""
+    x = stats.inputs[key]
+    return x.T @ x / max(1, len(x)), len(x)
 
 
-def direct(key, pair, factor=0.9):
-    weights = [unit_tensors(model)[key] for model, _ in pair.values()]
-    stats = [s for _, s in pair.values()]
+def direct(key, weights, stats):
+    own = [one[key] for one in weights]
     if key not in stats[0].inputs:
-        return sum(weights) / len(weights)
-    return solved(weights, [s.inputs[key] for s in stats], [s.tokens for s in stats], factor)
+        return sum(own) / len(own)
+    return regmean(own, [gram_of(s, key) for s in stats], [s.tokens for s in stats])
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
@@ -99,12 +77,7 @@ def test_regmean_is_the_direct_computation_for_every_unit(pair, tmp_path, family
     stats = [s for _, s in models.values()]
     assert len(merged) == len(weights[0]) >= 80
     for key, value in merged.items():
-        both = [w[key] for w in weights]
-        if key not in stats[0].inputs:
-            expected = sum(both) / 2
-        else:
-            xs = [s.inputs[key] for s in stats]
-            expected = solved(both, xs, [s.tokens for s in stats], 0.9)
+        expected = direct(key, weights, stats)
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5, msg=key)
     few = report["remarks"]["few_tokens"]
     parts = {part for name in TOKENS for part in few_in(family, name)}
@@ -229,8 +202,8 @@ def test_layers_of_a_slice_are_each_sources_own(pair, tmp_path):
     tail = "mlp.experts.2.up_proj.weight"
     keys = [f"model.layers.{n}.{tail}" for n in (0, 1)]
     weights = [unit_tensors(math)[keys[0]], unit_tensors(code)[keys[1]]]
-    xs = [own.inputs[keys[0]], others.inputs[keys[1]]]
-    expected = solved(weights, xs, [own.tokens, others.tokens], 0.9)
+    grams = [gram_of(own, keys[0]), gram_of(others, keys[1])]
+    expected = regmean(weights, grams, [own.tokens, others.tokens])
     torch.testing.assert_close(merged[keys[0]], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -239,21 +212,21 @@ def test_routers_by_another_method_and_only_routers_by_this_one(pair, tmp_path):
     router = "model.layers.1.mlp.gate.weight"
     other = "model.layers.1.self_attn.q_proj.weight"
     weights = [unit_tensors(model) for model, _ in models.values()]
+    stats = [s for _, s in models.values()]
+    average = {key: (weights[0][key] + weights[1][key]) / 2 for key in (router, other)}
     linear = {"merge_method": "linear", "parameters": {"weight": 1.0}}
     report = moemerge.merge(config("regmean", models, router=linear), tmp_path / "a")
     merged = unit_tensors(tmp_path / "a")
-    torch.testing.assert_close(
-        merged[router], (weights[0][router] + weights[1][router]) / 2, rtol=1e-5, atol=1e-6
-    )
-    torch.testing.assert_close(merged[other], direct(other, models), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged[router], average[router], rtol=1e-5, atol=1e-6)
+    expected = direct(other, weights, stats)
+    torch.testing.assert_close(merged[other], expected, rtol=1e-5, atol=1e-5)
     assert report.router == "merged with linear"
     settings = config("linear", models, parameters={"weight": 1.0})
     moemerge.merge({**settings, "router": {"merge_method": "regmean"}}, tmp_path / "b")
     merged = unit_tensors(tmp_path / "b")
-    torch.testing.assert_close(merged[router], direct(router, models), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        merged[other], (weights[0][other] + weights[1][other]) / 2, rtol=1e-5, atol=1e-6
-    )
+    expected = direct(router, weights, stats)
+    torch.testing.assert_close(merged[router], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged[other], average[other], rtol=1e-5, atol=1e-6)
 
 
 def test_both_kinds_in_one_merge(pair, tmp_path):
@@ -328,7 +301,9 @@ def test_models_with_adapters_have_statistics_of_their_own(zoo_folder, tmp_path)
     moemerge.merge(config("regmean", models), tmp_path / "out")
     merged = unit_tensors(tmp_path / "out")
     key = "model.layers.1.self_attn.q_proj.weight"
-    torch.testing.assert_close(merged[key], direct(key, models), rtol=1e-4, atol=1e-4)
+    weights = [unit_tensors(model) for model, _ in models.values()]
+    expected = direct(key, weights, [stats for _, stats in models.values()])
+    torch.testing.assert_close(merged[key], expected, rtol=1e-4, atol=1e-4)
     swapped = config("regmean", models)
     swapped["statistics"]["math"] = swapped["statistics"]["code"]
     with pytest.raises(CheckpointError, match="same shapes but other weights"):

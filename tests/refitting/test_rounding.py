@@ -26,16 +26,13 @@ FAMILIES = ("olmoe", "qwen2_moe")
 OPTIONS = {"ridge": 0.01, "holdout": 0.2, "measure": False}
 
 
-@pytest.fixture(scope="module")
-def case_of(zoo_folder, tmp_path_factory):
+@pytest.fixture
+def case_of(zoo_folder, tmp_path):
     """A merge of two, stored in a dtype; one domain's rows are of unequal length."""
-    made = {}
 
     def case(family, dtype):
-        if (family, dtype) not in made:
-            base = zoo_folder(family, dtype=dtype, num_hidden_layers=2)
-            made[family, dtype] = make_case(base, tmp_path_factory.mktemp("case"), rows=12)
-        return made[family, dtype]
+        base = zoo_folder(family, dtype=dtype, num_hidden_layers=2)
+        return make_case(base, tmp_path / "case", rows=12)
 
     return case
 
@@ -78,15 +75,12 @@ def test_one_of_two_sources_is_the_merged_model(dtype, case_of, tmp_path):
 @pytest.mark.parametrize(("dtype", "moved"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
 def test_a_source_that_differs_a_little_is_learnt_from(dtype, moved, case_of, tmp_path):
     """A map that writes to the hidden state, and nothing else of the first layer, is another."""
-    case = case_of("olmoe", dtype)
-    tensors, name = zoo.tensors(case.merged), "model.layers.0.self_attn.o_proj.weight"
-    generator = torch.Generator().manual_seed(3)
-    noise = torch.randn(tensors[name].shape, generator=generator) * tensors[name].float().std()
-    tensors[name] = (tensors[name].float() + moved * noise).to(dtype)
-    other = calibrating.average([case.merged], tmp_path / "other")
-    from safetensors.torch import save_file
-
-    save_file(tensors, next(other.glob("*.safetensors")), metadata={"format": "pt"})
+    case, other = case_of("olmoe", dtype), tmp_path / "other"
+    name = "model.layers.0.self_attn.o_proj.weight"
+    with zoo.edited(case.merged, other) as tensors:
+        generator = torch.Generator().manual_seed(3)
+        noise = torch.randn(tensors[name].shape, generator=generator) * tensors[name].float().std()
+        tensors[name] = (tensors[name].float() + moved * noise).to(dtype)
     sources = dict.fromkeys(case.sources, other)
     report = case.refit(tmp_path / "out", sources=sources, parts="attention", **OPTIONS)
     rows = {row["map"]: row for row in report.layers[0]["maps"]}

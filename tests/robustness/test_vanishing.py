@@ -1,12 +1,12 @@
 """Models that vanish or change while a job reads them: a clear error and no output."""
 
 import os
-import shutil
 from collections.abc import Callable
 
 import pytest
 
 import moemerge
+import zoo
 from calibration import cases
 from moemerge.errors import CheckpointError
 from moemerge.runtime.progress import Silent
@@ -45,8 +45,7 @@ def case(zoo_folder, tmp_path):
 
 
 def jobs(case, out):
-    models = [{"model": str(path), "name": name} for name, path in case.sources.items()]
-    config = {"merge_method": "linear", "models": models, "parameters": {"weight": 0.5}}
+    config = zoo.linear(case.sources)
     text = {"sources": case.sources, "data": case.data}
     return {
         "merge": lambda bar: moemerge.merge(config, out, progress=bar),
@@ -71,8 +70,7 @@ def jobs(case, out):
 )
 def test_no_output_is_made_of_a_source_that_vanishes(job, how, case, tmp_path):
     out = tmp_path / "out"
-    shutil.copy(case.merged / "tokenizer.json", case.sources["math"])
-    shutil.copy(case.merged / "tokenizer_config.json", case.sources["math"])
+    zoo.tiny_tokenizer(case.sources["math"])
     before = {path.name for path in tmp_path.iterdir()}
     with pytest.raises(CheckpointError, match="was changed or replaced while it was read"):
         jobs(case, out)[job](Meanwhile(lambda: how(case.sources["math"])))

@@ -15,12 +15,13 @@ from moemerge.runtime import process
 from moemerge.runtime.devices import is_out_of_memory
 from moemerge.runtime.process import start_thread, thread_pool
 
-HOLES = """
-from moemerge.runtime.process import give_back_freed_memory
-
+RESIDENT = """
 def resident():
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+"""
+HOLES = """
+from moemerge.runtime.process import give_back_freed_memory
 
 blocks = [bytearray(b"x") * 100_000 for _ in range(1000)]
 del blocks[:-1]  # the last one keeps the heap's end in use
@@ -32,7 +33,7 @@ assert resident() < before - 50_000, (before, resident())
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's own business")
 def test_holes_in_the_heap_are_given_back():
-    subprocess.run([sys.executable, "-c", HOLES], check=True)
+    subprocess.run([sys.executable, "-c", RESIDENT + HOLES], check=True)
 
 
 def test_few_kernels_are_kept_unless_the_user_says_otherwise(monkeypatch):
@@ -49,10 +50,6 @@ import threading
 from moemerge.runtime.process import (
     give_back_freed_memory, give_back_large_buffers, configure_process, share_one_heap
 )
-
-def resident():
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 def work():
     bytearray(b"x") * 30_000_000
@@ -83,7 +80,7 @@ assert resident() < before + 5_000, (before, resident())
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's own business")
 def test_threads_reuse_each_others_buffers():
-    subprocess.run([sys.executable, "-c", ONE_HEAP], check=True)
+    subprocess.run([sys.executable, "-c", RESIDENT + ONE_HEAP], check=True)
 
 
 def refuse_threads_after(monkeypatch, allowed):

@@ -11,7 +11,6 @@ from moemerge.text import templates
 from moemerge.text.answers import load_answers
 from moemerge.text.batches import BATCH_VALUES, gpu_batch_tokens, make_batches
 from moemerge.text.domains import Domain, TextSettings, load_domain
-from moemerge.text.tokens import load_tokenizer
 
 TURNS = [
     {"role": "user", "content": "what is one"},
@@ -19,16 +18,6 @@ TURNS = [
     {"role": "user", "content": "and three"},
     {"role": "assistant", "content": "four five"},
 ]
-
-
-@pytest.fixture
-def chat(tmp_path):
-    return load_tokenizer(zoo.tiny_tokenizer(tmp_path, chat_template=True))
-
-
-@pytest.fixture
-def plain(tmp_path):
-    return load_tokenizer(zoo.tiny_tokenizer(tmp_path))
 
 
 def read(tokenizer, *rows, **settings):
@@ -220,52 +209,44 @@ HOSTILE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    return load_tokenizer(zoo.tiny_tokenizer(folder, chat_template=True))
-
-
 @pytest.mark.parametrize("template", SAME)
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_what_transformers_writes(tokenizer, template, add_generation_prompt):
-    tokenizer.chat_template = template
-    expected = tokenizer.apply_chat_template(
+def test_what_transformers_writes(chat, template, add_generation_prompt):
+    chat.chat_template = template
+    expected = chat.apply_chat_template(
         WITH_TOOLS, tokenize=False, add_generation_prompt=add_generation_prompt
     )
-    assert (
-        templates.render_turns(
-            WITH_TOOLS, tokenizer, "row 1", add_generation_prompt=add_generation_prompt
-        )
-        == expected
+    written = templates.render_turns(
+        WITH_TOOLS, chat, "row 1", add_generation_prompt=add_generation_prompt
     )
+    assert written == expected
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))
-def test_what_grows_or_digs_without_end_is_refused(tokenizer, template, monkeypatch):
+def test_what_grows_or_digs_without_end_is_refused(chat, template, monkeypatch):
     monkeypatch.setattr(templates, "MOST_SECONDS", 0.2)
-    tokenizer.chat_template = template
+    chat.chat_template = template
     with pytest.raises(DataError, match="row 1: the tokenizer's chat template refuses this row"):
-        templates.render_turns(WITH_TOOLS, tokenizer, "row 1", add_generation_prompt=False)
+        templates.render_turns(WITH_TOOLS, chat, "row 1", add_generation_prompt=False)
 
 
 @pytest.mark.timeout(60)
-def test_loops_end(tokenizer, monkeypatch):
+def test_loops_end(chat, monkeypatch):
     monkeypatch.setattr(templates, "MOST_SECONDS", 0.2)
     loops = ["{% for a in range(99999) %}" * depth + "{% endfor %}" * depth for depth in (2, 3)]
-    for tokenizer.chat_template in loops:
+    for chat.chat_template in loops:
         with pytest.raises(DataError, match=r"more than 0\.2 seconds"):
-            templates.render_turns(WITH_TOOLS, tokenizer, "row 1", add_generation_prompt=False)
+            templates.render_turns(WITH_TOOLS, chat, "row 1", add_generation_prompt=False)
 
 
-def test_a_template_that_is_none_is_named(tokenizer):
-    tokenizer.chat_template = "{% if"
+def test_a_template_that_is_none_is_named(chat):
+    chat.chat_template = "{% if"
     with pytest.raises(TokenizerError, match="chat template cannot be used"):
-        templates.render_turns(WITH_TOOLS, tokenizer, "row 1", add_generation_prompt=False)
+        templates.render_turns(WITH_TOOLS, chat, "row 1", add_generation_prompt=False)
 
 
-def test_half_a_character_is_named(tokenizer):
-    tokenizer.chat_template = "{{ 'x\\ud800' }}"
+def test_half_a_character_is_named(chat):
+    chat.chat_template = "{{ 'x\\ud800' }}"
     with pytest.raises(DataError, match=r"row 1: .* makes half a character"):
-        templates.render_turns(WITH_TOOLS, tokenizer, "row 1", add_generation_prompt=False)
+        templates.render_turns(WITH_TOOLS, chat, "row 1", add_generation_prompt=False)

@@ -13,19 +13,8 @@ from moemerge.text.rows import TextRow, parse_row, source_names
 from moemerge.text.tokens import load_tokenizer
 
 
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory):
-    return load_tokenizer(zoo.tiny_tokenizer(tmp_path_factory.mktemp("chat"), chat_template=True))
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return load_tokenizer(zoo.tiny_tokenizer(tmp_path_factory.mktemp("plain")))
-
-
 def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return zoo.write_rows(path, rows)
 
 
 def words(tokenizer, domain):
@@ -37,14 +26,6 @@ def test_text_has_the_default_special_tokens(tmp_path, plain, chat):
     for tokenizer in (plain, chat):
         domain = load_domain("math", file, tokenizer)
         assert words(tokenizer, domain) == [["<s>", "one", "plus", "two"]]
-
-
-def test_messages_go_through_the_template_without_a_generation_prompt(tmp_path, chat):
-    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    domain = load_domain("math", write(tmp_path / "a.jsonl", {"messages": turns}), chat)
-    assert words(chat, domain) == [
-        ["<|user|>", "one", "<|end|>", "<|assistant|>", "two", "<|end|>"]
-    ]
 
 
 def test_gzip_and_blank_lines(tmp_path, plain):
@@ -124,24 +105,18 @@ def test_messages_without_a_template(tmp_path, plain):
         load_domain("math", file, plain)
 
 
-def test_a_template_that_refuses_a_row_names_it(tmp_path):
-    tokenizer = load_tokenizer(zoo.tiny_tokenizer(tmp_path / "t", chat_template=True))
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+def test_a_template_that_refuses_a_row_names_it(tmp_path, chat):
+    chat.chat_template = "{{ raise_exception('roles must alternate') }}"
     file = write(tmp_path / "a.jsonl", {"prompt": "one"})
     with pytest.raises(DataError, match=r"row 1: .*roles must alternate"):
-        load_domain("math", file, tokenizer)
+        load_domain("math", file, chat)
 
 
 def test_no_token_for_a_domain(tmp_path, chat):
-    tokenizer = chat
     file = write(tmp_path / "a.jsonl", {"prompt": ""})
-    saved = tokenizer.chat_template
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    try:
-        with pytest.raises(DataError, match="no token for domain 'math'"):
-            load_domain("math", file, tokenizer)
-    finally:
-        tokenizer.chat_template = saved
+    chat.chat_template = "{{ messages[0]['content'] }}"
+    with pytest.raises(DataError, match="no token for domain 'math'"):
+        load_domain("math", file, chat)
 
 
 def test_answers_are_found(tmp_path, chat, plain):

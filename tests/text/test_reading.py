@@ -8,7 +8,6 @@ import threading
 
 import pytest
 
-import zoo
 from moemerge.data.job import DataRequest, select_prompts, select_texts
 from moemerge.data.settings import DataSettings
 from moemerge.errors import DataError
@@ -16,7 +15,6 @@ from moemerge.text import reading, rows
 from moemerge.text.answers import load_answers
 from moemerge.text.domains import TextSettings, load_domain
 from moemerge.text.reading import Rows
-from moemerge.text.tokens import load_tokenizer
 from processes import python
 
 WORDS = ["one", "two", "three", "four", "five"]
@@ -44,11 +42,6 @@ def write(path, count=60):
 
 
 @pytest.fixture
-def tokenizer(tmp_path):
-    return load_tokenizer(zoo.tiny_tokenizer(tmp_path / "tokenizer"))
-
-
-@pytest.fixture
 def little(monkeypatch):
     """Memory for some ten rows."""
     monkeypatch.setattr(reading, "HELD_BYTES", 1000)
@@ -66,7 +59,7 @@ def test_rows_are_taken_in_the_order_asked_for(tmp_path, suffix, little):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_jobs_choose_the_same_rows_of_a_large_file(tmp_path, suffix, tokenizer, monkeypatch):
+def test_jobs_choose_the_same_rows_of_a_large_file(tmp_path, suffix, plain, monkeypatch):
     file = write(tmp_path / f"a{suffix}")
 
     def chosen():
@@ -76,11 +69,11 @@ def test_jobs_choose_the_same_rows_of_a_large_file(tmp_path, suffix, tokenizer, 
         read = DataRequest("m", tmp_path / "out.jsonl", data, text=[file])
         return [
             *(
-                [r.tolist() for r in load_domain("d", file, tokenizer, s).rows]
+                [r.tolist() for r in load_domain("d", file, plain, s).rows]
                 for s in (bounded, whole)
             ),
-            load_answers([file], tokenizer, TextSettings(limit=9)).rows,
-            load_answers([file], tokenizer, whole).rows,
+            load_answers([file], plain, TextSettings(limit=9)).rows,
+            load_answers([file], plain, whole).rows,
             select_prompts(asked),
             select_texts(read),
         ]
@@ -110,13 +103,13 @@ def test_a_pipe_is_held(tmp_path, little):
     assert len(found) == len(list(found)) == len(list(found)) == 60
 
 
-def test_all_of_a_large_file_is_too_much_for_one_domain(tmp_path, tokenizer, monkeypatch, little):
+def test_all_of_a_large_file_is_too_much_for_one_domain(tmp_path, plain, monkeypatch, little):
     file = write(tmp_path / "a.jsonl")
     monkeypatch.setattr("moemerge.text.domains.MOST_TEXT_BYTES", 2000)
     with pytest.raises(DataError, match="the text of one domain has more than") as caught:
-        load_domain("d", file, tokenizer)
+        load_domain("d", file, plain)
     assert "limit=" in str(caught.value.hint)
-    assert len(load_domain("d", file, tokenizer, TextSettings(limit=5)).rows) == 5
+    assert len(load_domain("d", file, plain, TextSettings(limit=5)).rows) == 5
 
 
 def test_what_unpacks_to_far_more_than_text_does_is_refused(tmp_path, monkeypatch, little):
@@ -138,16 +131,16 @@ def test_a_row_is_bounded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("bound", [{"max_length": 8}, {"max_tokens": 8}])
-def test_of_a_long_row_only_the_beginning_is_tokenized(bound, tokenizer, monkeypatch):
+def test_of_a_long_row_only_the_beginning_is_tokenized(bound, plain, monkeypatch):
     seen = []
-    call = type(tokenizer).__call__
+    call = type(plain).__call__
 
     def counting(self, text, **how):
         seen.extend(map(len, [text] if isinstance(text, str) else text))
         return call(self, text, **how)
 
-    monkeypatch.setattr(type(tokenizer), "__call__", counting)
-    domain = load_domain("d", [{"text": "one " * 10**5}], tokenizer, TextSettings(**bound))
+    monkeypatch.setattr(type(plain), "__call__", counting)
+    domain = load_domain("d", [{"text": "one " * 10**5}], plain, TextSettings(**bound))
     assert [len(row) for row in domain.rows] == [8]
     assert 0 < max(seen) < 10**4
 

@@ -1,5 +1,7 @@
 """Quantised checkpoints read as transformers and compressed-tensors dequantise them."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -353,8 +355,6 @@ def test_read_in_the_dtype_that_the_config_states(tmp_path, stated, dtype):
 
 def single(folder, section, parts, **config):
     """A checkpoint of a few tensors."""
-    import json
-
     folder.mkdir(exist_ok=True)
     qz.save(parts, folder)
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))

@@ -60,15 +60,20 @@ def test_ends_of_density(merge, name):
     assert torch.equal(nothing, base)
 
 
-def test_at_full_density_signs_are_elected_by_hand(merge):
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("dare_ties", {}, [3.0, 3.0]),  # 3 beats -2; not divided unless asked for
+        ("dare_ties", {"normalize": True}, [3.0, 1.0]),
+        ("dare_linear", {}, [1.0, 3.0]),
+        ("della", {}, [3.0, 1.0]),
+        ("della_linear", {}, [1.0, 3.0]),
+    ],
+)
+def test_at_full_density_signs_are_elected_or_models_summed(merge, name, options, expected):
     p = [{"weight": 1.0}, {"weight": 2.0}]
-    args = ([[3.0, 1.0], [-1.0, 1.0]],)
-    out = merge("dare_ties", *args, base=[0.0, 0.0], params=p)
-    assert out.tolist() == [3.0, 3.0]  # 3 beats -2; not divided unless asked for
-    out = merge("dare_ties", *args, base=[0.0, 0.0], params=p, normalize=True)
-    assert out.tolist() == [3.0, 1.0]
-    out = merge("dare_linear", *args, base=[0.0, 0.0], params=p)
-    assert out.tolist() == [1.0, 3.0]
+    out = merge(name, [[3.0, 1.0], [-1.0, 1.0]], base=[0.0, 0.0], params=p, **options)
+    assert out.tolist() == expected
 
 
 def test_rescale_factors_do_not_enter_the_divisor(merge):
@@ -142,13 +147,6 @@ def test_a_vector_is_one_row_and_convolutions_have_a_row_per_output(merge):
 def test_impossible_probabilities_are_refused(density, epsilon):
     with pytest.raises(ConfigError, match=r"outside \[0, 1\]"):
         DellaParams(weight=1.0, density=density, epsilon=epsilon)
-
-
-def test_at_full_density_signs_are_elected_or_models_summed(merge):
-    p = [{"weight": 1.0}, {"weight": 2.0}]
-    tensors = [[3.0, 1.0], [-1.0, 1.0]]
-    assert merge("della", tensors, base=[0.0, 0.0], params=p).tolist() == [3.0, 1.0]
-    assert merge("della_linear", tensors, base=[0.0, 0.0], params=p).tolist() == [1.0, 3.0]
 
 
 def test_each_model_has_its_own_mask(merge):

@@ -12,6 +12,7 @@ from moemerge.merging.methods._spectra import (
     orthogonal_sides,
     polar_factor,
 )
+from moemerge.merging.methods.spectral import _shrunk
 
 SPECTRAL = ["tsv", "iso_c", "iso_cts", "opcm"]
 SHAPES = [(12, 20), (20, 12), (16, 16)]
@@ -81,7 +82,7 @@ def test_sides_that_share_directions_span_them_once(counts):
     torch.testing.assert_close(left, u[:, s > 1e-7] @ vh[s > 1e-7], rtol=1e-7, atol=1e-7)
 
 
-def test_directions_of_very_unlike_strength_are_made_orthogonal_by_their_own_gram(merge):
+def test_directions_of_very_unlike_strength_are_made_orthogonal_by_their_own_gram():
     # Found by dividing by 1e-5 of the largest value, one side is orthonormal to 1e-6 alone.
     u, v = torch.linalg.qr(normal(8, 8)).Q, torch.linalg.qr(normal(8, 8, seed=1)).Q
     steep = (u * torch.logspace(0, -5, 8, dtype=torch.float64)) @ v.T
@@ -256,12 +257,6 @@ def test_lore_of_three_models_is_base_and_changes_in_turn(merge):
 def test_lore_minimises_its_objective(merge):
     tensors = [normal(6, 5, seed=i) for i in range(3)]
     mu = 0.05
-
-    def objective(common, low_rank):
-        fit = sum(((common + d - t) ** 2).sum() for d, t in zip(low_rank, tensors, strict=True))
-        return fit + mu * sum(torch.linalg.svdvals(d).sum() ** 2 for d in low_rank)
-
-    from moemerge.merging.methods.spectral import _shrunk
 
     target = tensors[0]
     best = _shrunk(target, mu)

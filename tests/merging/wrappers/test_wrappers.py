@@ -1,6 +1,5 @@
 """Wrappers: each against a direct computation, around real merges, and what is refused."""
 
-import json
 from itertools import product
 
 import pytest
@@ -162,7 +161,7 @@ def folder(zoo_folder, tmp_path_factory):
     for seed, name in enumerate(("math", "code"), 1):
         zoo.tiny_tokenizer(zoo.perturb(base, path / name, seed, scale=0.3))
     rows = [{"text": f"the {word} is one plus two of three"} for word in ("sum", "list", "code")]
-    (path / "general.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    zoo.write_rows(path / "general.jsonl", rows)
     return path
 
 
