@@ -7,8 +7,10 @@ in `-base` has the base as a source too, on general text. Settings of a repair f
 `linear+distill:steps=30:learning_rate=0.001`. `python@0.75` is a specialist with three quarters of
 its experts; its repairs have the specialist as their source, and with `-base` on general text too.
 
-OUT has one line for each model: the loss and the top-1 accuracy of every domain, as sums over the
-rows of each test package. `linear+diagnose` is not a model: its line has what `diagnose --swaps`
+OUT has one line for each model: the loss and the top-1 accuracy of every domain, and how many
+closing brackets and words it completes, as sums over the rows of each test package. A word of
+several tokens is complete if, given its beginning, greedy decoding writes the rest.
+`linear+diagnose` is not a model: its line has what `diagnose --swaps`
 says about the merge.
 """
 
@@ -19,6 +21,7 @@ import gc
 import json
 import lzma
 import math
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
 
 import moemerge
 from evidence.natural import DOMAINS, PAD, SPECIALISTS
@@ -143,10 +147,48 @@ class SetOfModels:
         return {key: found[key] for key in ("totals", "swaps", "seconds")}
 
 
+@dataclass(frozen=True)
+class TokenTexts:
+    """Which tokens are closing brackets, or begin or end inside a word; (vocabulary,) each."""
+
+    closing: Tensor
+    begins: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, texts: Sequence[str], device: torch.device) -> TokenTexts:
+        def marks(holds: Callable[[str], bool]) -> Tensor:
+            return torch.tensor([holds(text) for text in texts], device=device)
+
+        return cls(
+            marks(lambda text: bool(text.strip()) and set(text.strip()) <= set(")]}")),
+            marks(lambda text: re.match(r"\w", text) is not None),
+            marks(lambda text: re.search(r"\w$", text) is not None),
+        )
+
+    def completed(self, ids: Tensor, right: Tensor) -> Tensor:
+        """Return (rows, 4): brackets, of these predicted right, words, of these completed.
+
+        `right` (rows, tokens − 1) states which tokens after the first are predicted right.
+        """
+        closing = self.closing[ids[:, 1:]]
+        inside = self.begins[ids[:, 1:]] & self.ends[ids[:, :-1]]  # continues a word
+        first = inside & ~pad(inside, (1, 0))[:, :-1]
+        word = first.cumsum(1) * inside  # numbered from 1
+        wrong = torch.zeros_like(ids).scatter_add(1, word, (inside & ~right).long())[:, 1:] > 0
+        words = first.sum(1)
+        return torch.stack(
+            [closing.sum(1), (closing & right).sum(1), words, words - wrong.sum(1)], 1
+        )
+
+
 @torch.no_grad()
-def package_sums(model: Any, rows: Sequence[Mapping[str, Any]]) -> Sums:
-    """Return the next-token loss and top-1 hits of test rows, summed by package."""
+def package_sums(
+    model: Any, rows: Sequence[Mapping[str, Any]], texts: TokenTexts
+) -> tuple[Sums, dict[str, list[int]]]:
+    """Return the next-token loss and top-1 hits of test rows, and `completed`, by package."""
     sums: dict[str, tuple[float, int, int]] = {}
+    tasks: dict[str, list[int]] = {}
     ordered = sorted(rows, key=lambda row: len(row["ids"]))
     for start in range(0, len(ordered), BATCH):
         batch = ordered[start : start + BATCH]
@@ -159,10 +201,13 @@ def package_sums(model: Any, rows: Sequence[Mapping[str, Any]]) -> Sums:
         loss = cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         right = (logits.argmax(-1) == labels) & real
         numbers = torch.stack([(loss * real).sum(1), real.sum(1), right.sum(1)], 1).tolist()
-        for row, (nats, tokens, hits) in zip(batch, numbers, strict=True):
-            found = sums.get(row["package"], (0.0, 0, 0))
-            sums[row["package"]] = (found[0] + nats, found[1] + int(tokens), found[2] + int(hits))
-    return sums
+        completed = texts.completed(ids, right).tolist()
+        for row, (nats, tokens, hits), own in zip(batch, numbers, completed, strict=True):
+            package = row["package"]
+            found = sums.get(package, (0.0, 0, 0))
+            sums[package] = (found[0] + nats, found[1] + int(tokens), found[2] + int(hits))
+            tasks[package] = [x + y for x, y in zip(tasks.get(package, [0] * 4), own, strict=True)]
+    return sums, tasks
 
 
 def mean_loss(sums: Sums) -> float:
@@ -195,8 +240,11 @@ def measure_models(
 
     With `discard`, a measured model is deleted if no other is made from it.
     """
+    from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
+    tokenizer = Tokenizer.from_file(str(models.path(BASE) / "tokenizer.json"))
+    tokens = [tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())]
     done = (
         {json.loads(line)["model"] for line in out.read_text().splitlines()} if out.exists() else ()
     )
@@ -219,7 +267,10 @@ def measure_models(
         model = model.to(models.device).eval()
         record = path.parent / f"{name}.json"
         line |= json.loads(record.read_text()) if record.exists() else {"seconds": None}
-        line["domains"] = {domain: package_sums(model, rows[domain]) for domain in DOMAINS}
+        texts = TokenTexts.of(tokens, model.device)
+        found = {domain: package_sums(model, rows[domain], texts) for domain in DOMAINS}
+        line["domains"] = {domain: sums for domain, (sums, _) in found.items()}
+        line["tasks"] = {domain: tasks for domain, (_, tasks) in found.items()}
         del model
         gc.collect()
         append(out, line)
