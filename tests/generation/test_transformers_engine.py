@@ -74,6 +74,20 @@ def test_completions_are_those_of_the_whole_text(with_tokenizer, numbers, family
         assert answers[w.prompt, w.sample] == twin(model, ends, given, w), (w.prompt, w.sample)
 
 
+def test_log_likelihoods_are_those_of_the_model(with_tokenizer, numbers):
+    folder = with_tokenizer("olmoe")
+    pairs = [((5, 9), ()), ((5, 9), (30, 7)), ((8,), (100, 3, 4))]
+    engine = TransformersEngine(folder, numbers, settings(), zoo.Notes())
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    for (before, after), (found, greedy) in zip(pairs, engine.log_likelihoods(pairs), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*before, *after]])).logits[0].log_softmax(-1)
+        scores = [logits[len(before) - 1 + at, word].item() for at, word in enumerate(after)]
+        assert found == pytest.approx(sum(scores), abs=1e-4)
+        best = [int(logits[len(before) - 1 + at].argmax()) for at in range(len(after))]
+        assert greedy == (best == list(after))
+
+
 def test_a_generation_config_that_is_no_file_is_refused(with_tokenizer, numbers, tmp_path):
     folder = shutil.copytree(with_tokenizer("olmoe"), tmp_path / "model")
     (folder / "generation_config.json").unlink(missing_ok=True)

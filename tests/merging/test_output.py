@@ -128,6 +128,9 @@ def test_companions_are_carried_over(models, tmp_path):
     assert {"tokenizer.json", "generation_config.json", "LICENSE", "config.json"} <= names
     assert "optimizer.pt" not in names
     assert "not me" not in (tmp_path / "out" / "README.md").read_text()
+    (models[1] / "generation_config.json").write_text("[]")  # transformers would fail
+    with pytest.raises(CheckpointError, match=r"generation_config\.json holds a JSON list"):
+        moemerge.validate(linear([models[1]]))
 
 
 def test_lora_inputs_are_merged_in(tmp_path, zoo_folder):

@@ -208,7 +208,7 @@ class TransformersEngine:
                 end = len(texts[place]) - 1
                 wanted = min(len(pairs[place][1]), end)
                 scores = logits[row, end - wanted : end].float().log_softmax(-1)  # (tokens, words)
-                target = torch.tensor(texts[place][-wanted:], device=scores.device)
+                target = torch.tensor(texts[place][end + 1 - wanted :], device=scores.device)
                 chosen = scores.gather(-1, target[:, None]).sum()
                 results[place] = (float(chosen), bool((scores.argmax(-1) == target).all()))
         return [results[place] for place in range(len(pairs))]

@@ -29,6 +29,7 @@ from moemerge.merging.tokenizer.write import (
     tokenizer_files,
     with_chat_template,
 )
+from moemerge.runtime.files import read_object
 
 GENERATION_CONFIG = "generation_config.json"
 # Keys of the donor's config that describe the donor, not the result.
@@ -60,9 +61,11 @@ def merge_output_files(
         config = _updated(config, stored.keys[:-1], {stored.keys[-1]: dict(stored.section)})
     made: dict[str, bytes] = {}
     notices: list[str] = []
+    path = donor.checkpoint.path / GENERATION_CONFIG
+    # Read even if it is only copied: transformers loads no model whose file is not an object.
+    generation = read_object(path) if path.is_file() else None
     if vocabularies.plan is not None:
         config, notices = _for_vocabulary(config, "config.json", donor, vocabularies.plan)
-        generation = read_json(donor.checkpoint.path / GENERATION_CONFIG)
         if generation is not None:
             generation, more = _for_vocabulary(
                 generation, GENERATION_CONFIG, donor, vocabularies.plan
