@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +64,7 @@ def merge_output_files(
     notices: list[str] = []
     path = donor.checkpoint.path / GENERATION_CONFIG
     # Read even if it is only copied: transformers loads no model whose file is not an object.
-    generation = read_object(path) if path.is_file() else None
+    generation = read_object(path) if os.path.isfile(path) else None
     if vocabularies.plan is not None:
         config, notices = _for_vocabulary(config, "config.json", donor, vocabularies.plan)
         if generation is not None:
