@@ -352,6 +352,12 @@ def unseen_closed(regime: str, repair: str) -> list[float]:
     return found
 
 
+def share_closed(row: Repaired) -> str:
+    """Return the percentage of the gap that a repair closes, and its error."""
+    text = f"{100 * row.closed:.0f} ± {100 * row.error:.0f} %"
+    return text.replace("-0 ", "0 ").replace("-", "−")
+
+
 def natural_seeds() -> str:
     """Return the gap closed on each seed, and the mean change on general text."""
     rows = []
@@ -401,8 +407,8 @@ def natural_qwen3() -> str:
             cell = ""
             if row is not None:
                 change = row.untouched["general"] - measured["linear"].untouched["general"]
-                cell = f"{100 * row.closed:.0f} ± {100 * row.error:.0f} % ({change:+.2f})"
-            cells.append(cell.replace("-0 ", "0 ").replace("-", "−"))
+                cell = f"{share_closed(row)} ({change:+.2f})"
+            cells.append(cell.replace("-", "−"))
         rows.append((title, *cells))
     return markdown(("repair", "average, mild", "average, strong"), rows)
 
@@ -458,8 +464,7 @@ def further_natural(
         cells = []
         for measured, model in columns:
             row = measured.get(f"{model}+{repair}")
-            cell = f"{100 * row.closed:.0f} ± {100 * row.error:.0f} %" if row else ""
-            cells.append(cell.replace("-", "−"))
+            cells.append(share_closed(row) if row else "")
         rows.append((title, *cells))
     return markdown((first, *models), rows)
 
@@ -519,7 +524,7 @@ def pruned_name(keep: float, repair: str = "", score: str = "reap") -> str:
     return f"{PRUNED_SEEDS['original']} pruned[{words}] {repair}".strip()
 
 
-def solved(line: dict[str, Any], part: str = "domains") -> float:
+def solved_share(line: dict[str, Any], part: str = "domains") -> float:
     return 100 * statistics.fmean(one["accuracy"] for one in line[part].values())
 
 
@@ -528,9 +533,9 @@ def pruned_row(name: str, *, chat: bool = False) -> list[str]:
     texts = []
     for at in PRUNED_COLUMNS.values():
         found = list(pruned_cells().get((*at, name), {}).values())
-        text = f"{statistics.fmean(map(solved, found)):.1f}" if found else ""
+        text = f"{statistics.fmean(map(solved_share, found)):.1f}" if found else ""
         if found and chat and "untouched" in found[0]:
-            text += f" ({statistics.fmean(solved(line, 'untouched') for line in found):.0f})"
+            text += f" ({statistics.fmean(solved_share(line, 'untouched') for line in found):.0f})"
         texts.append(text)
     return texts
 
@@ -541,7 +546,7 @@ def paired_with_tuned(keep: float) -> list[PairedTest]:
     for at in PRUNED_COLUMNS.values():
         names = (pruned_name(keep, repair) for repair in ("refitted", "tuned"))
         refit, tuned = (pruned_cells()[*at, name] for name in names)
-        pairs = [(solved(tuned[seed]), solved(refit[seed])) for seed in tuned]
+        pairs = [(solved_share(tuned[seed]), solved_share(refit[seed])) for seed in tuned]
         tests.append(paired_t(*zip(*pairs, strict=True)))
     return tests
 
@@ -1056,12 +1061,11 @@ def file_of_natural() -> str:
         top = f"{100 * statistics.fmean(own):.1f}"
         rows = [("specialists, each on its own domain", "", "", top, "", "", "")]
         for row in unseen(name, regime).values():
-            closed = f"{100 * row.closed:.0f} ± {100 * row.error:.0f} %" if "+" in row.model else ""
             others = (row.untouched.get(domain) for domain in ("general", "math"))
             cells = (
                 f"`{row.model}`",
                 f"{row.loss:.3f}",
-                closed.replace("-0 ", "0 ").replace("-", "−"),
+                share_closed(row) if "+" in row.model else "",
                 f"{100 * row.accuracy:.1f}",
                 *("" if loss is None else f"{loss:.3f}" for loss in others),
                 "" if row.seconds is None else f"{row.seconds:.0f}",

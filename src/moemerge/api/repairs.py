@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from moemerge.api.jobs import files_of, output_for, settings_for, uploaded
 from moemerge.calibration.settings import CALIBRATION, CalibrationKeywords, CalibrationSettings
@@ -47,6 +47,16 @@ class RefitOutKeywords(RefitKeywords, OutputKeywords, total=False):
     """Keywords of `refit`."""
 
 
+class _Inputs(NamedTuple):
+    """What a repair reads besides the merged model."""
+
+    sources: Mapping[str, ModelLike]
+    data: Mapping[str, Files]
+    weights: Mapping[str, float] | None
+    check: Mapping[str, Files] | None
+    experts: Mapping[str, str | Path] | None = None
+
+
 @with_keywords(CalibrateKeywords, CalibrationSettings, OutputSettings)
 def calibrate(
     merged: ModelLike,
@@ -72,15 +82,9 @@ def calibrate(
     same rows). `resume` continues a killed run. Under torchrun every process must call this
     function: each processes a share of the text, and rank 0 writes.
     """
-    given = {
-        "sources": sources,
-        "data": data,
-        "weights": weights,
-        "check": check,
-        "experts": experts,
-    }
+    inputs = _Inputs(sources, data, weights, check, experts)
     report: CalibrationReport = _repair_model(
-        CALIBRATION, merged, out, settings, given, progress, keywords
+        CALIBRATION, merged, out, settings, inputs, progress, keywords
     )
     return report
 
@@ -105,14 +109,8 @@ def refit(
     `refit(..., ridge=0.01, parts="attention,experts")`. Under torchrun every process must call this
     function: each processes a share of the text and fits a share of the experts, and rank 0 writes.
     """
-    given = {
-        "sources": sources,
-        "data": data,
-        "weights": weights,
-        "check": check,
-        "experts": experts,
-    }
-    report: RefitReport = _repair_model(REFIT, merged, out, settings, given, progress, keywords)
+    inputs = _Inputs(sources, data, weights, check, experts)
+    report: RefitReport = _repair_model(REFIT, merged, out, settings, inputs, progress, keywords)
     return report
 
 
@@ -135,9 +133,9 @@ def distill(
     `distill(..., steps=60, learning_rate=1e-4, only="experts")`. Under torchrun every process must
     call this function: each trains on a share of the rows, and rank 0 writes.
     """
-    given = {"sources": sources, "data": data, "weights": weights, "check": check}
+    inputs = _Inputs(sources, data, weights, check)
     report: DistillReport = _repair_model(
-        DISTILLATION, merged, out, settings, given, progress, keywords
+        DISTILLATION, merged, out, settings, inputs, progress, keywords
     )
     return report
 
@@ -147,12 +145,11 @@ def _repair_model(
     merged: ModelLike,
     out: str | Path,
     settings: Any,
-    given: Mapping[str, Any],
+    inputs: _Inputs,
     progress: Progress | None,
     keywords: Mapping[str, Any],
 ) -> Any:
-    """Run a repair as its Python function was called: `given` are its sources, data, weights,
-    check text and experts."""
+    """Run a repair as its Python function was called."""
     output, values = output_for(OutputSettings, keywords, repair.verb)
     settings = settings_for(repair.settings, settings, values, repair.verb)
     from moemerge.lockstep.request import RepairRequest
@@ -160,12 +157,12 @@ def _repair_model(
     request = RepairRequest(
         merged=merged,
         out=Path(out),
-        sources=given["sources"],
-        data={name: files_of(files) for name, files in given["data"].items()},
+        sources=inputs.sources,
+        data={name: files_of(files) for name, files in inputs.data.items()},
         settings=settings,
-        weights=given["weights"] or {},
-        check={name: files_of(files) for name, files in (given["check"] or {}).items()},
-        experts=given.get("experts") or {},
+        weights=inputs.weights or {},
+        check={name: files_of(files) for name, files in (inputs.check or {}).items()},
+        experts=inputs.experts or {},
         overwrite=output.overwrite,
         resume=output.resume,
     )
