@@ -383,49 +383,30 @@ def natural_seeds() -> str:
     return markdown(("repair", *UNSEEN_MERGES), rows)
 
 
-# Rows of text of each domain, and repairs of the Qwen3-MoE set.
-QWEN3_REPAIRS = {
-    "refit, 280 rows": f"refit{BY_PACKAGE}:limit=280",
-    "refit, 1,200 rows": f"refit{BY_PACKAGE}",
-    "gradient refit, 280 rows": f"gradient{BY_PACKAGE}:limit=280",
-    "distill with the base, 280 rows": f"distill-base{BY_PACKAGE}:limit=280",
-    "refit, then distill with the base, 280 rows": (
-        f"refit{BY_PACKAGE}:limit=280+distill-base{BY_PACKAGE}:limit=280"
-    ),
-    "the same, 1,200 rows": f"refit{BY_PACKAGE}+distill-base{BY_PACKAGE}",
-}
-
-
-def natural_qwen3() -> str:
-    """Return the gap closed in the Qwen3-MoE set, its error, and the change on general text."""
-    rows = []
-    for title, repair in QWEN3_REPAIRS.items():
-        cells = []
-        for regime in ("mild", "strong"):
-            measured = unseen("q0", regime)
-            row = measured.get(f"linear+{repair}")
-            cell = ""
-            if row is not None:
-                change = row.untouched["general"] - measured["linear"].untouched["general"]
-                cell = f"{share_closed(row)} ({change:+.2f})"
-            cells.append(cell.replace("-", "−"))
-        rows.append((title, *cells))
-    return markdown(("repair", "average, mild", "average, strong"), rows)
-
-
-# Merges of a second Qwen3-MoE set; merges of another OLMoE set, and specialists without some of
-# their experts: regime and model.
+# Merges of a Qwen3-MoE set and of another OLMoE set, and specialists without some of their experts:
+# regime and model.
 QWEN3_MERGES = {
+    "mild average": ("mild", "linear"),
+    "mild TIES": ("mild", "ties"),
     "average": ("strong", "linear"),
+    "task arithmetic": ("strong", "task_arithmetic"),
     "TIES": ("strong", "ties"),
     "DARE-TIES": ("strong", "dare_ties"),
+    "WUDI": ("strong", "wudi"),
+    "RegMean": ("strong", "regmean"),
 }
-QWEN3_MERGES_REPAIRS = {
+QWEN3_ROWS = f"{BY_PACKAGE}:limit=280"
+QWEN3_REPAIRS = {
     "averaged routers": "averaged",
     "HARC": "harc:limit=280",
     "exact": "exact:limit=280",
-    "refit": f"refit{BY_PACKAGE}:limit=280",
-    "fine-tuning with the base": f"tuned-base{BY_PACKAGE}:limit=280",
+    "refit": f"refit{QWEN3_ROWS}",
+    "refit with the base": f"refit-base{QWEN3_ROWS}",
+    "gradient refit": f"gradient{QWEN3_ROWS}",
+    "fine-tuning with the base": f"tuned-base{QWEN3_ROWS}",
+    "distill with the base": f"distill-base{QWEN3_ROWS}",
+    "refit, then distill with the base": f"refit{QWEN3_ROWS}+distill-base{QWEN3_ROWS}",
+    "gradient refit, then the same": f"gradient{QWEN3_ROWS}+distill-base{QWEN3_ROWS}",
 }
 FURTHER_MERGES = {
     "WUDI": ("mild", "wudi"),
@@ -469,9 +450,15 @@ def further_natural(
     return markdown((first, *models), rows)
 
 
-def natural_qwen3_merges() -> str:
-    first, loss = "gap closed by", "gap to the specialists, nats"
-    return further_natural("q1", QWEN3_MERGES, QWEN3_MERGES_REPAIRS, first, loss)
+def natural_qwen3() -> str:
+    """Return the gap of each merge of the Qwen3-MoE set, and the percentage that repairs close."""
+    columns = [(unseen("q2", regime), merge) for regime, merge in QWEN3_MERGES.values()]
+    rows = [("gap, nats", *(f"{measured[merge].gap:.3f}" for measured, merge in columns))]
+    for title, repair in QWEN3_REPAIRS.items():
+        found = [measured.get(f"{merge}+{repair}") for measured, merge in columns]
+        shares = [round(100 * one.closed) if one else "" for one in found]
+        rows.append((title, *(str(share).replace("-", "−") for share in shares)))
+    return markdown(("gap closed, %", *QWEN3_MERGES), rows)
 
 
 def natural_merges() -> str:
@@ -1033,11 +1020,13 @@ def file_of_refit() -> str:
 
 NATURAL_DETAILS = (
     "Every measured model of [the natural-text sets](../evidence.md#natural-text): `s0` to `s3` "
-    "are OLMoE, `q0` and `q1` Qwen3-MoE; after the comma is how the specialists were fine-tuned. "
+    "are OLMoE, `q0` to `q2` Qwen3-MoE; after the comma is how the specialists were fine-tuned. "
     "Names are those of `python -m evidence natural-table`: a merge and its repairs, or a "
     "specialist with a share of its experts. Loss (nats) and top-1 accuracy of next tokens are "
-    "means over the specialists' domains, on packages that nothing else used. The first kernels of "
-    "a process are compiled while the first layer is solved.\n\n"
+    "means over the specialists' domains, on packages that nothing else used; so are the "
+    "percentages of words that are completed from their first token and of closing brackets that "
+    "are predicted. The first kernels of a process are compiled while the first layer is solved. "
+    "Up to ten processes shared the GPU, but `linear+exact:limit=279` ran alone.\n\n"
     "Routing of a merge compared with each specialist, on its text and with its own features: "
     "expert choices that differ, (token, layer) pairs whose set of experts differs (the paper's "
     "50.11 %), and the KL in nats. *Won back*: the share of the gap that the sources' routers win "
@@ -1059,19 +1048,25 @@ def file_of_natural() -> str:
             top1(line["domains"][line["model"]]) for line in lines if line["model"] in SPECIALISTS
         ]
         top = f"{100 * statistics.fmean(own):.1f}"
-        rows = [("specialists, each on its own domain", "", "", top, "", "", "")]
+        measured = {line["model"]: line.get("tasks") for line in lines}
+        tasks = tasks_done([(measured[domain], domain) for domain in SPECIALISTS])
+        rows = [("specialists, each on its own domain", "", "", top, *tasks, "", "", "")]
         for row in unseen(name, regime).values():
-            others = (row.untouched.get(domain) for domain in ("general", "math"))
+            others = row.untouched
             cells = (
                 f"`{row.model}`",
                 f"{row.loss:.3f}",
                 share_closed(row) if "+" in row.model else "",
                 f"{100 * row.accuracy:.1f}",
-                *("" if loss is None else f"{loss:.3f}" for loss in others),
+                *tasks_done([(measured[row.model], d) for d in SPECIALISTS if d not in others]),
+                *(f"{others[domain]:.3f}" for domain in ("general", "math")),
                 "" if row.seconds is None else f"{row.seconds:.0f}",
             )
             rows.append(cells)
-        headings = ("model", "loss", "closed", "top-1, %", "general text", "math", "seconds")
+        headings = (
+            *("model", "loss", "closed", "top-1, %", "words, %", "brackets, %"),
+            *("general text", "math", "seconds"),
+        )
         parts.append(f"{markdown(headings, rows)}\n")
         solved = [layers_solved(line) for line in lines if "layers" in line]
         if solved:
@@ -1080,12 +1075,24 @@ def file_of_natural() -> str:
     return "\n".join(parts)
 
 
+def tasks_done(measured: list[tuple[Any, str]]) -> tuple[str, str]:
+    """Return the percentages of words and of closing brackets, the mean over the domains."""
+    if not all(tasks for tasks, _ in measured):
+        return "", ""
+    shares = []
+    for tasks, domain in measured:
+        brackets, hits, words, completed = map(sum, zip(*tasks[domain].values(), strict=True))
+        shares.append((100 * completed / words, 100 * hits / brackets))
+    first, second = (f"{statistics.fmean(column):.1f}" for column in zip(*shares, strict=True))
+    return first, second
+
+
 def layers_solved(line: dict[str, Any]) -> tuple[str, ...]:
     """Return a calibrated model, and how each of its routers was solved."""
     layers = line["layers"]
     statuses = ", ".join(dict.fromkeys(one["status"] for one in layers))
     steps = ", ".join(str(one["iterations"]) for one in layers)
-    return f"`{line['model']}`", statuses, steps, ", ".join(f"{o['seconds']:.1f}" for o in layers)
+    return f"`{line['model']}`", statuses, steps, ", ".join(f"{o['seconds']:.2f}" for o in layers)
 
 
 def routing_moved(line: dict[str, Any]) -> tuple[str, ...]:
@@ -1155,7 +1162,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "natural-qwen3": natural_qwen3,
     "natural-seeds": natural_seeds,
-    "natural-qwen3-merges": natural_qwen3_merges,
     "natural-merges": natural_merges,
     "natural-pruned": natural_pruned,
     "swapped": swapped,

@@ -76,6 +76,7 @@ REGIMES = {
     "strong": Regime(2e-3, 250),
     "routers": Regime(5e-4, 250, router_rate=15.0, balance=0.05),
     "lora": Regime(2e-3, 250, rank=16),
+    "unbalanced": Regime(5e-4, 250, balance=0.0),
 }
 BASE_RATE = 2e-3
 ROWS = 64  # of a training step

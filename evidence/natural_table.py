@@ -40,7 +40,7 @@ from moemerge.errors import MoeMergeError
 BASE = "base"
 PARAMETERS: Mapping[str, Mapping[str, float]] = {
     "linear": {"weight": 1.0},
-    "task_arithmetic": {"weight": 1 / 3},
+    "task_arithmetic": {"weight": 0.6},  # 1/3 is the average of three specialists
     "ties": {"weight": 1.0, "density": 0.6},
     "dare_ties": {"weight": 1.0, "density": 0.6},
     "wudi": {},
