@@ -165,9 +165,13 @@ def _refit(about: _Subject) -> str:
     )
 
 
+# Of the gap of the sources' plain average, whichever merge was refitted (`evidence/prediction.py`).
+REFIT_LEAVES: Final = 0.57
 NATURAL_TEXT: Final = (
     "On natural text, moemerge refit --solver gradient closed 52 to 101 % of the gap to the "
-    "sources, its closed form at most 96 % and moemerge distill 27 to 97 %."
+    "sources, and moemerge distill 27 to 97 %. Refit in closed form left the same gap after every "
+    f"merge: about {100 * REFIT_LEAVES:.0f} % of that of the sources' plain average "
+    "(merge_method: linear)."
 )
 
 
@@ -385,9 +389,8 @@ class Expected:
     """The share of the gap to the sources that a repair closed.
 
     It is the mean over merges of synthetic specialists, with the range of four fifths of them.
-    Swapped routers predict what calibration closes, the KL of the routing does so less well, and
-    nothing measured predicts what refit closes. `evidence/prediction.py` and `evidence/swaps.py`
-    fit the numbers and test them on other models.
+    Swapped routers predict what calibration closes, the KL of the routing does so less well.
+    `evidence/prediction.py` and `evidence/swaps.py` fit the numbers and test them on other models.
     """
 
     share: float
