@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[Any]
 
 _SAMPLE = 2**14  # magnitudes that are sorted to find out where a cut is
+_CHUNK = 2**16  # elements that are counted at a time
 
 
 def kept_count(density: float, n: int) -> int:
@@ -54,25 +55,20 @@ def keep_cut_(values: Tensor, cut: Cut) -> None:
     """Zero what is below the cut, and the ties that are not kept."""
     if cut.magnitude == 0:  # fewer elements than are kept are nonzero
         return
-    ties = _kept_ties(values, cut)
-    saved = values[ties]
-    for at in chunks(values):
-        torch.hardshrink(values[at], cut.magnitude, out=values[at])
-    values[ties] = saved
+    for part, below in _parts(values, cut):
+        torch.hardshrink(part, below, out=part)
 
 
 def drop_cut_(values: Tensor, cut: Cut) -> None:
     """Zero what is above the cut, and the ties that belong to it."""
-    values[_kept_ties(values, cut)] = 0.0
-    for at in chunks(values):
-        chunk = values[at]
-        chunk.masked_fill_(chunk.abs() > cut.magnitude, 0.0)
+    for part, below in _parts(values, cut):
+        part.masked_fill_(part.abs() > below, 0.0)
 
 
 def magnitude_cut(values: Tensor, k: int) -> Cut:
     """Return the cut below the `k` largest magnitudes of a flat tensor; 1 <= k <= numel."""
     if values.device.type == "cpu":
-        return _cut(np.abs(values.numpy()), k)
+        return _cut(values.numpy(), k)
     magnitudes = values.abs()
     cut = magnitudes.sort().values[values.numel() - k]
     return Cut(cut.item(), k - int((magnitudes > cut).sum()))
@@ -88,55 +84,75 @@ def ordered_at(values: Tensor, places: Sequence[int]) -> list[float]:
     return [float(copied[place]) for place in places]
 
 
-def _cut(magnitudes: Floats, k: int) -> Cut:
-    """Return the cut. Of many elements, only those near a sample's cut are partitioned."""
-    n = magnitudes.size
+def _cut(values: Floats, k: int) -> Cut:
+    """Return the cut. Of many elements, only those between it and a sample's cut are sorted."""
+    n = values.size
     if n < 8 * _SAMPLE:
-        return _partition_cut(magnitudes, k)
-    sample = np.sort(magnitudes[:: n // _SAMPLE | 1])  # an odd step meets all columns
-    place, last = (n - k) * sample.size // n, sample.size - 1
-    if (guess := sample[place]) in (sample[place - 1], sample[min(place + 1, last)]):
-        # Weights in bf16 differ by few distinct amounts. The sample's cut is then often the cut.
-        above = n - int(np.count_nonzero(magnitudes <= guess))
-        ties = n - int(np.count_nonzero(magnitudes < guess)) - above
-        if above < k <= above + ties:
-            return Cut(float(guess), k - above)
-    spread = 2 * math.isqrt(sample.size)  # four standard deviations or more
-    low, high = sample[max(place - spread, 0)], sample[min(place + spread, last)]
-    low = low if place > spread else 0.0
-    high = high if place + spread < last else np.inf
-    below_high = magnitudes <= high
-    above = n - int(np.count_nonzero(below_high))  # NaN counts as the largest
-    near = magnitudes[below_high & (magnitudes >= low)]
-    if not above < k <= above + near.size:  # the sample is not representative
-        return _partition_cut(magnitudes, k)
-    return _partition_cut(near, k - above)
+        return _sorted_cut(np.abs(values), k)
+    sample = np.sort(np.abs(values[:: n // _SAMPLE | 1]))  # an odd step meets all columns
+    guess = sample[(n - k) * sample.size // n]
+    above = at_least = n
+    for magnitudes in _magnitudes(values):  # NaN counts as the largest
+        above -= int(np.count_nonzero(magnitudes <= guess))
+        at_least -= int(np.count_nonzero(magnitudes < guess))
+    if above < k <= at_least:  # weights in bf16 differ by few distinct amounts
+        return Cut(float(guess), k - above)
+    missed = max(above - k, k - at_least) * sample.size // n
+    reach = missed + 4 * math.isqrt(missed) + 8  # with four standard deviations
+    if k <= above:
+        last = int(np.searchsorted(sample, guess, side="right")) + reach
+        high = sample[last] if last < sample.size else np.inf
+        near = [m[(m > guess) & (m <= high)] for m in _magnitudes(values)]
+        k_near = k - above + sum(map(len, near))
+    else:
+        first = int(np.searchsorted(sample, guess)) - reach
+        low = sample[first] if first > 0 else 0.0
+        near = [m[(m >= low) & (m < guess)] for m in _magnitudes(values)]
+        k_near = k - at_least
+    if 0 < k_near <= sum(map(len, near)):
+        return _sorted_cut(np.concatenate(near), k_near)
+    return _sorted_cut(np.abs(values), k)  # the sample is not representative
 
 
-def _partition_cut(magnitudes: Floats, k: int) -> Cut:
-    """Return the cut by numpy's partition, ten times as fast as torch.kthvalue.
+def _magnitudes(values: Floats) -> Iterator[Floats]:
+    """Yield the magnitudes chunk by chunk, in a buffer that stays in cache."""
+    buffer = np.empty(min(values.size, _CHUNK), values.dtype)
+    for start in range(0, values.size, _CHUNK):
+        chunk = values[start : start + _CHUNK]
+        yield np.abs(chunk, out=buffer[: chunk.size])
 
-    Overwrites its argument.
-    """
+
+def _sorted_cut(magnitudes: Floats, k: int) -> Cut:
+    """Return the cut. Sorts its argument: numpy's partition is slow if many elements are equal."""
+    magnitudes.sort()
     rest = magnitudes.size - k
-    magnitudes.partition(rest)
     cut = magnitudes[rest]
     return Cut(float(cut), int(np.count_nonzero(magnitudes[rest:] == cut)))
 
 
-def _kept_ties(values: Tensor, cut: Cut) -> Tensor:
-    """Return the indices of the elements of the cut's magnitude that are kept."""
-    found, missing = [], cut.kept
+def _parts(values: Tensor, cut: Cut) -> Iterator[tuple[Tensor, float]]:
+    """Yield the values in parts, each with the magnitude that its kept elements exceed."""
+    limit = values.new_tensor(cut.magnitude)
+    below = float(torch.nextafter(limit, torch.zeros_like(limit)))
+    missing = cut.kept
     for at in chunks(values):
-        if values.device.type == "cpu":
-            here = torch.from_numpy(np.flatnonzero(np.abs(values[at].numpy()) == cut.magnitude))
+        part = values[at]
+        if missing == 0:
+            yield part, cut.magnitude
+            continue
+        if part.device.type == "cpu":  # numpy compares several times as fast as torch
+            ties = np.abs(part.numpy()) == cut.magnitude
         else:
-            here = (values[at].abs() == cut.magnitude).nonzero().flatten()
-        found.append(here + at.start)
-        missing -= here.numel()
-        if missing <= 0:
-            break
-    return torch.cat(found)[: cut.kept]
+            ties = (part.abs() == cut.magnitude).cpu().numpy()
+        count = int(np.count_nonzero(ties))
+        if count <= missing:
+            missing -= count
+            yield part, below
+        else:
+            stop = int(np.flatnonzero(ties)[missing - 1]) + 1
+            missing = 0
+            yield part[:stop], below
+            yield part[stop:], cut.magnitude
 
 
 def ascending_order(rows: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from moemerge.merging.methods._arithmetic import (
     Weighted,
     average,
     bits,
+    chunk_size,
     chunks,
     flat,
     scratch,
@@ -24,6 +25,9 @@ from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_BUFFERS = 4  # of an election between two models
 
 
 @dataclass(frozen=True)
@@ -105,33 +109,29 @@ def add_elected(
     if election == "weighted":  # the votes are what is summed
         scales = [w * s for w, s in zip(weights, scales, strict=True)]
         gains = [1.0] * len(vectors)
-    buffers = scratch(origin, len(vectors) + 3)
-    for at in chunks(origin):
-        *votes, total, agreed, divisor = (x[: at.stop - at.start] for x in buffers)
-        flip = _vote(votes, total, [v.values[at] for v in vectors], scales)
-        for vote in votes:
-            bits(vote).bitwise_xor_(flip)
-            vote.clamp_min_(0)  # magnitudes of the values with the elected sign
+    step = chunk_size(origin.device) // _BUFFERS  # together they fit into the cache
+    buffers = origin.new_empty(len(vectors) + 2, min(step, origin.numel()))
+    for start in range(0, origin.numel(), step):
+        at = slice(start, min(start + step, origin.numel()))
+        here = buffers[:, : at.stop - at.start]
+        every, total, agreed = here[:-2], here[-2], here[-1]
+        votes = every.unbind()
+        for vote, vector, scale in zip(votes, vectors, scales, strict=True):
+            torch.mul(vector.values[at], scale, out=vote)
+        _sum_(votes, [1.0] * len(votes), out=total)
+        # Exact cancellation yields +0 and elects plus. Only zeros yield -0.
+        flip = bits(total).bitwise_and_(sign_bit(total.dtype))
+        bits(every).bitwise_xor_(flip)
+        every.clamp_min_(0)  # magnitudes of the values with the elected sign
         _sum_(votes, gains, out=agreed)
         if normalize:
-            for vote in votes:
-                vote.sign_()
+            every.sign_()
+            divisor = votes[0]
             _sum_(votes, weights, out=divisor)
             agreed.div_(_nonzero_(divisor, weights, floor))
         bits(agreed).bitwise_xor_(flip)
         torch.add(origin[at], agreed, alpha=factor, out=out[at])
     return out.view(base.shape)
-
-
-def _vote(
-    votes: Sequence[Tensor], total: Tensor, values: Sequence[Tensor], scales: Sequence[float]
-) -> Tensor:
-    """Fill `votes` with the scaled values; return the elected sign's bit, inside `total`."""
-    for vote, value, scale in zip(votes, values, scales, strict=True):
-        torch.mul(value, scale, out=vote)
-    _sum_(votes, [1.0] * len(votes), out=total)
-    # Exact cancellation yields +0 and elects plus. Only zeros yield -0.
-    return bits(total).bitwise_and_(sign_bit(total.dtype))
 
 
 def _sum_(terms: Sequence[Tensor], weights: Sequence[float], *, out: Tensor) -> None:
