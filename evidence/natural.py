@@ -77,6 +77,8 @@ REGIMES = {
     "routers": Regime(5e-4, 250, router_rate=15.0, balance=0.05),
     "lora": Regime(2e-3, 250, rank=16),
     "unbalanced": Regime(5e-4, 250, balance=0.0),
+    "short": Regime(5e-4, 60),
+    "long": Regime(5e-4, 1000),
 }
 BASE_RATE = 2e-3
 ROWS = 64  # of a training step
