@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[Any]
 
 _SAMPLE = 2**14  # magnitudes that are sorted to find out where a cut is
-_CHUNK = 2**16  # elements that are counted at a time
+_CHUNK = 2**17  # elements that are counted at a time
 
 
 def kept_count(density: float, n: int) -> int:

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_BUFFERS = 4  # of an election between two models
-
-
 @dataclass(frozen=True)
 class Thinned(Weighted):
     """A model's weight, and the density of its task vector."""
@@ -109,7 +106,7 @@ def add_elected(
     if election == "weighted":  # the votes are what is summed
         scales = [w * s for w, s in zip(weights, scales, strict=True)]
         gains = [1.0] * len(vectors)
-    step = chunk_size(origin.device) // _BUFFERS  # together they fit into the cache
+    step = chunk_size(origin.device) // 2  # all buffers should fit into the cache
     buffers = origin.new_empty(len(vectors) + 2, min(step, origin.numel()))
     for start in range(0, origin.numel(), step):
         at = slice(start, min(start + step, origin.numel()))
