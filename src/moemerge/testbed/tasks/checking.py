@@ -17,8 +17,9 @@ from moemerge.verification.sandbox.process import MIB, Limits
 from moemerge.verification.sandbox.protections import strongest
 
 EVALUATE = "moemerge.testbed.tasks.expressions:evaluate"
-# Per process; a thousand correct programs take a tenth of a second.
-LIMITS = Limits(cpu_seconds=5, wall_seconds=10, memory=512 * MIB, file_bytes=MIB)
+# Per process; a thousand correct programs take a tenth of a second. On a busy machine a process may
+# take ten seconds to start.
+LIMITS = Limits(cpu_seconds=5, wall_seconds=60, memory=512 * MIB, file_bytes=MIB)
 
 Results = list[list[str] | None]
 
