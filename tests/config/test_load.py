@@ -98,6 +98,10 @@ WRONG = [
         ["line 3: models: 'model_stock' merges at least 2 models besides the base, got 1: b"],
     ),
     (
+        "merge_method: ties\nbase_model: a\nmodels: [{model: a}]\n",
+        ["line 3: models: 'ties' merges at least 1 model besides the base, got 0: none"],
+    ),
+    (
         "merge_method: passthrough\nmodels: [{model: a}, {model: b}]\n",
         ["line 2: models: 'passthrough' merges 1 model, got 2: a, b"],
     ),

@@ -262,7 +262,7 @@ def _needs(schema: MethodSchema) -> str:
     if high is None:
         number = f"at least {low}"
     besides = "" if schema.base is BasePolicy.MEMBER else " besides the base"
-    return f"{number} {'model' if number == '1' else 'models'}{besides}"
+    return f"{number} {'model' if number.split()[-1] == '1' else 'models'}{besides}"
 
 
 def scope_faults(scope: Scope) -> Iterator[Fault]:
