@@ -204,7 +204,6 @@ UNSEEN_SETS = ("s0", "s1", "s2")
 UNSEEN_MERGES = {
     "average, mild": ("mild", "linear"),
     "average, strong": ("strong", "linear"),
-    "TIES, mild": ("mild", "ties"),
     "TIES, strong": ("strong", "ties"),
 }
 UNSEEN_REPAIRS = {
@@ -406,8 +405,6 @@ def natural_seeds() -> str:
 # Merges of a Qwen3-MoE set and of another OLMoE set, and specialists without some of their experts:
 # regime and model.
 QWEN3_MERGES = {
-    "mild average": ("mild", "linear"),
-    "mild TIES": ("mild", "ties"),
     "average": ("strong", "linear"),
     "task arithmetic": ("strong", "task_arithmetic"),
     "TIES": ("strong", "ties"),
@@ -427,6 +424,23 @@ QWEN3_REPAIRS = {
     "distill with the base": f"distill-base{QWEN3_ROWS}",
     "refit, then distill with the base": f"refit{QWEN3_ROWS}+distill-base{QWEN3_ROWS}",
 }
+LENGTH_SETS = ("s4", "q3")
+LENGTH_MERGES = {
+    "average, 60 steps": ("short", "linear"),
+    "250": ("mild", "linear"),
+    "1,000": ("long", "linear"),
+    "TIES, 60 steps": ("short", "ties"),
+    "TIES, 250": ("mild", "ties"),
+    "TIES, 1,000": ("long", "ties"),
+}
+LENGTH_REPAIRS = (
+    "HARC",
+    "refit",
+    "gradient refit",
+    "fine-tuning with the base",
+    "distill with the base",
+    "refit, then distill with the base",
+)
 FURTHER_MERGES = {
     "WUDI": ("mild", "wudi"),
     "RegMean": ("mild", "regmean"),
@@ -457,36 +471,43 @@ PRUNED_NATURAL_REPAIRS = {
 def further_natural(
     name: str, models: dict[str, tuple[str, str]], repairs: dict[str, str], first: str, loss: str
 ) -> str:
-    """Return the gap of each model of a set, and the share that repairs close."""
+    """Return the gap of each model of a set, and the percentage that repairs close."""
     columns = [(unseen(name, regime), model) for regime, model in models.values()]
     rows = [(loss, *(f"{measured[model].gap:.3f}" for measured, model in columns))]
     for title, repair in repairs.items():
-        cells = []
-        for measured, model in columns:
-            row = measured.get(f"{model}+{repair}")
-            cells.append(share_closed(row) if row else "")
-        rows.append((title, *cells))
+        found = [measured.get(f"{model}+{repair}") for measured, model in columns]
+        shares = [str(round(100 * row.closed)) if row else "" for row in found]
+        rows.append((title, *(share.replace("-", "−") for share in shares)))
     return markdown((first, *models), rows)
 
 
 def natural_qwen3() -> str:
-    """Return the gap of each merge of the Qwen3-MoE set, and the percentage that repairs close."""
-    columns = [(unseen("q2", regime), merge) for regime, merge in QWEN3_MERGES.values()]
-    rows = [("gap, nats", *(f"{measured[merge].gap:.3f}" for measured, merge in columns))]
-    for title, repair in QWEN3_REPAIRS.items():
-        found = [measured.get(f"{merge}+{repair}") for measured, merge in columns]
-        shares = [round(100 * one.closed) if one else "" for one in found]
-        rows.append((title, *(str(share).replace("-", "−") for share in shares)))
-    return markdown(("gap closed, %", *QWEN3_MERGES), rows)
+    return further_natural("q2", QWEN3_MERGES, QWEN3_REPAIRS, "gap closed, %", "gap, nats")
+
+
+def natural_length() -> str:
+    """Return the gap after short and long fine-tuning, and what repairs close, for two sets."""
+    columns = [
+        [(unseen(name, regime), merge) for name in LENGTH_SETS]
+        for regime, merge in LENGTH_MERGES.values()
+    ]
+    gaps = [", ".join(f"{one[merge].gap:.3f}" for one, merge in sets) for sets in columns]
+    rows = [("gap, nats", *gaps)]
+    for title in LENGTH_REPAIRS:
+        cells = []
+        for sets in columns:
+            found = [one.get(f"{merge}+{QWEN3_REPAIRS[title]}") for one, merge in sets]
+            cells.append(", ".join(str(round(100 * row.closed)) for row in found if row))
+        rows.append((title, *(cell.replace("-", "−") for cell in cells)))
+    return markdown(("gap closed, %", *LENGTH_MERGES), rows)
 
 
 def natural_merges() -> str:
-    first, loss = "gap closed by", "gap to the specialists, nats"
-    return further_natural("s3", FURTHER_MERGES, FURTHER_REPAIRS, first, loss)
+    return further_natural("s3", FURTHER_MERGES, FURTHER_REPAIRS, "gap closed, %", "gap, nats")
 
 
 def natural_pruned() -> str:
-    first, loss = "loss won back by", "loss added, nats"
+    first, loss = "loss won back, %", "loss added, nats"
     return further_natural("s3", PRUNED_NATURAL, PRUNED_NATURAL_REPAIRS, first, loss)
 
 
@@ -701,11 +722,6 @@ def routers() -> str:
     return markdown(
         ("merge", *(f"{regime}: {name}" for regime in tables.REGIMES for name in short)), rows
     )
-
-
-def paired_summary() -> str:
-    table = recorded("evidence-recorded")["paired-summary"]
-    return markdown(table["headings"], table["rows"])
 
 
 def method_summary() -> str:
@@ -1038,8 +1054,8 @@ def file_of_refit() -> str:
 
 
 NATURAL_DETAILS = (
-    "Every measured model of [the natural-text sets](../evidence.md#natural-text): `s0` to `s3` "
-    "are OLMoE, `q0` to `q2` Qwen3-MoE; after the comma is how the specialists were fine-tuned. "
+    "Every measured model of [the natural-text sets](../evidence.md#natural-text): `s0` to `s4` "
+    "are OLMoE, `q0` to `q3` Qwen3-MoE; after the comma is how the specialists were fine-tuned. "
     "Names are those of `python -m evidence natural-table`: a merge and its repairs, or a "
     "specialist with a share of its experts. Loss (nats) and top-1 accuracy of next tokens are "
     "means over the specialists' domains, on packages that nothing else used; so are the "
@@ -1180,13 +1196,13 @@ def file_of_benchmarks() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "natural-qwen3": natural_qwen3,
+    "natural-length": natural_length,
     "natural-seeds": natural_seeds,
     "natural-merges": natural_merges,
     "natural-pruned": natural_pruned,
     "swapped": swapped,
     "predicted": predicted,
     "routers": routers,
-    "paired-summary": paired_summary,
     "method-summary": method_summary,
     "refit-summary": refit_summary,
     "choices": choices,

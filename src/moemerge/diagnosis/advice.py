@@ -171,7 +171,7 @@ NATURAL_TEXT: Final = (
     "On natural text, moemerge refit --solver gradient closed 52 to 101 % of the gap to the "
     "sources, and moemerge distill 27 to 97 %. Refit in closed form left the same gap after every "
     f"merge: about {100 * REFIT_LEAVES:.0f} % of that of the sources' plain average "
-    "(merge_method: linear)."
+    "(merge_method: linear), a third if fine-tuning was short."
 )
 
 
