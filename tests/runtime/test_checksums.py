@@ -10,6 +10,7 @@ import pytest
 
 import moemerge
 import zoo
+from moemerge.checkpoint import output, writer
 from moemerge.errors import CheckpointError
 from moemerge.runtime import checksums
 from moemerge.runtime.checksums import REPORT_NAME, add_checksums, update_checksum
@@ -82,3 +83,29 @@ def test_a_report_of_another_tool_stays(tmp_path):
     (tmp_path / REPORT_NAME).write_text('{"moemerge": NaN}')
     add_checksums(tmp_path)
     assert (tmp_path / REPORT_NAME).read_text() == '{"moemerge": NaN}'
+
+
+def test_known_parts_are_not_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "PART_BYTES", 1000)
+    (tmp_path / REPORT_NAME).write_text('{"moemerge": "1"}')
+    data = bytes(range(250)) * 10
+    (tmp_path / "file").write_bytes(data)
+    add_checksums(tmp_path, {("file", 1000): 7})
+    first, last = (f"{zlib.crc32(part):08x}" for part in (data[:1000], data[2000:]))
+    stored = json.loads((tmp_path / REPORT_NAME).read_text())["checksums"]
+    assert stored["file"] == {"bytes": 2500, "crc32": [first, "00000007", last]}
+
+
+def test_a_merge_sums_every_part_while_it_writes(merged, tmp_path, monkeypatch):
+    for module in (checksums, writer):
+        monkeypatch.setattr(module, "PART_BYTES", 1000)
+    known = []
+    monkeypatch.setattr(output, "add_checksums", lambda folder, parts: known.append(parts))
+    config = {"merge_method": "passthrough", "models": [{"model": str(merged)}]}
+    moemerge.merge(config, tmp_path / "out", out_shard_size="100KB")
+    (sums,) = known
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        data = path.read_bytes()
+        for at in range(0, len(data), 1000):
+            assert sums.pop((path.name, at)) == zlib.crc32(data[at : at + 1000])
+    assert not sums

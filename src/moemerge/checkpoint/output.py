@@ -20,7 +20,7 @@ from typing import BinaryIO, Final
 from moemerge.checkpoint.folder import CARRIED_FOLDERS, is_companion, is_weights, place_in
 from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
-from moemerge.runtime.checksums import add_checksums
+from moemerge.runtime.checksums import PartSums, add_checksums
 from moemerge.runtime.devices import free_disk
 from moemerge.runtime.files import (
     abandoned,
@@ -283,14 +283,14 @@ class OutputFolder:
             path.unlink(missing_ok=True)
             copy_file(source, path)
 
-    def commit(self) -> None:
-        """Add checksums to the report and rename into place.
+    def commit(self, known: PartSums | None = None) -> None:
+        """Add checksums to the report, also those that are `known`, and rename into place.
 
         With `overwrite`, delete the old folder after the rename.
         """
         aside: list[Path] = []
         with writing(self.out):
-            add_checksums(self.path)
+            add_checksums(self.path, known)
             sync_folder(self.path)
             try:
                 self._put_into_place(aside)

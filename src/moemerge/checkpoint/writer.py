@@ -6,7 +6,7 @@ import bisect
 import json
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from moemerge.checkpoint.safetensors_file import METADATA, build_header, dtype_l
 from moemerge.checkpoint.tensors import RowRange, TensorInfo, as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
 from moemerge.registry import did_you_mean
+from moemerge.runtime.checksums import PART_BYTES, part_sum
 from moemerge.runtime.files import write_at, write_file
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.process import thread_pool
@@ -34,8 +35,22 @@ _sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 class _Shard:
     path: Path
     fd: int
-    left: int  # bytes of tensors still to be written
+    left: list[int]  # bytes still to be written, by part: parts have their own checksums
     unsynced: int = 0
+
+    @classmethod
+    def of(cls, path: Path, fd: int, nbytes: int) -> _Shard:
+        left = [min(PART_BYTES, nbytes - at) for at in range(0, nbytes, PART_BYTES)]
+        return cls(path, fd, left)
+
+    def written(self, start: int, stop: int) -> Iterator[int]:
+        """Record that these bytes were written, and yield where complete parts begin."""
+        self.unsynced += stop - start
+        for at in range(start - start % PART_BYTES, stop, PART_BYTES):
+            part = at // PART_BYTES
+            self.left[part] -= min(stop, at + PART_BYTES) - max(start, at)
+            if self.left[part] == 0:
+                yield at
 
 
 @dataclass
@@ -98,7 +113,8 @@ class CheckpointWriter:
         self._closed = False
         self._error: MoeMergeError | None = None
         self._syncs: list[Future[None]] = []
-        self._pool = thread_pool(1, "moemerge-sync")
+        self._sums: dict[tuple[str, int], Future[int]] = {}
+        self._pool = thread_pool(2, "moemerge-output")  # syncs, and sums
         self._folder: OutputFolder | None = None
         if folder is None:
             self._folder = OutputFolder(out, overwrite=overwrite, inputs=inputs)
@@ -119,15 +135,15 @@ class CheckpointWriter:
 
     def _create(self, name: str, infos: Sequence[TensorInfo]) -> None:
         header, offsets = build_header(infos)
-        data_bytes = sum(info.nbytes for info in infos)
+        nbytes = len(header) + sum(info.nbytes for info in infos)
         new = self._folder is not None  # otherwise another process's
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0)
         path = self.folder / name
-        shard = _Shard(path, os.open(path, flags, 0o666), data_bytes)
+        shard = _Shard.of(path, os.open(path, flags, 0o666), nbytes)
         self._shards.append(shard)
         if new:
-            write_at(shard.fd, memoryview(header), 0)
-            os.ftruncate(shard.fd, len(header) + data_bytes)
+            os.ftruncate(shard.fd, nbytes)
+            self._put(shard, memoryview(header), 0)
         for info in infos:
             self._tensors[info.name] = _Progress(info, shard, offsets[info.name])
 
@@ -148,7 +164,7 @@ class CheckpointWriter:
         # An interrupt is also a failure: its rows are claimed but not on disk.
         problem: MoeMergeError | None = CheckpointError(f"writing {self.out} was interrupted")
         try:
-            self._put(progress.shard, data, progress.offset + row * info.row_bytes)
+            self._put(progress.shard, as_bytes(data), progress.offset + row * info.row_bytes)
             problem = None
         except OSError as error:
             problem = output_error(error, self.out)
@@ -156,12 +172,16 @@ class CheckpointWriter:
         finally:
             self._written(problem)
 
-    def _put(self, shard: _Shard, data: Tensor, offset: int) -> None:
-        write_at(shard.fd, as_bytes(data), offset)
+    def _put(self, shard: _Shard, data: memoryview, offset: int) -> None:
+        write_at(shard.fd, data, offset)
         with self._condition:
-            shard.left -= len(data)
-            shard.unsynced += len(data)
-            if not self._closed and (shard.unsynced >= SYNC_BYTES or shard.left == 0):
+            complete = list(shard.written(offset, offset + len(data)))
+            if self._closed:
+                return
+            for at in complete:
+                summing = self._pool.submit(part_sum, shard.path, at)  # in the page cache yet
+                self._sums[shard.path.name, at] = summing
+            if shard.unsynced >= SYNC_BYTES or not any(shard.left):
                 shard.unsynced = 0
                 self._syncs.append(self._pool.submit(_sync, shard.fd))
 
@@ -255,8 +275,9 @@ class CheckpointWriter:
                 self._sync()
                 if self._index is not None:
                     write_file(self.folder / INDEX, self._index)
+                sums = {part: summing.result() for part, summing in self._sums.items()}
             self._release()
-            self._own_folder.commit()
+            self._own_folder.commit(sums)
         except BaseException:
             self.abort()
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -112,8 +113,10 @@ def execute(
     runner = _Runner(plan, writer, settings, progress, keeper)
     workers = settings.workers or min(max(cpu_count(), FEWEST_WORKERS), MOST_WORKERS)
     progress.start("merging", sum(t.nbytes for t in plan.tensors), unit="B")
-    # Largest first, so that the last worker is not left with a large embedding.
-    order = sorted(plan.blocks, key=lambda b: -b.working_bytes)
+    # In the output's order, so that its parts are soon complete; but very large blocks first, so
+    # that the last worker is not left with an embedding.
+    usual = statistics.median_high(block.working_bytes for block in plan.blocks)
+    order = sorted(plan.blocks, key=lambda block: block.working_bytes <= 4 * usual)
     later = [*order[READ_AHEAD * workers :], *[None] * (READ_AHEAD * workers)]
     with _share_cores(workers), thread_pool(workers, "moemerge-merge") as pool:
         try:  # Ctrl-C may also arrive while blocks are being submitted

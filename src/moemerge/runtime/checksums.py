@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +26,7 @@ _BLOCK: Final = 2**20
 _MOST_THREADS: Final = 4
 
 FileSum = dict[str, Any]  # bytes, and crc32 of every part
+PartSums = Mapping[tuple[str, int], int]  # CRC-32 by file name and the part's first byte
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,12 @@ def report_bytes(document: dict[str, Any]) -> bytes:
     return (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def add_checksums(folder: Path) -> None:
+def add_checksums(folder: Path, known: PartSums | None = None) -> None:
     """Store size and CRC-32 of every file in the folder's report, if it has one.
 
-    Raises OSError.
+    `known` parts are not read again. Raises OSError.
     """
-    report = _with_sums(folder, file_names(folder), {})
+    report = _with_sums(folder, file_names(folder), {}, known)
     if report is not None:
         replace_file(folder / REPORT_NAME, report)
 
@@ -67,18 +68,21 @@ def update_checksum(path: Path) -> None:
 
 
 def _with_sums(
-    folder: Path, names: Sequence[str], known: dict[str, FileSum] | None
+    folder: Path,
+    names: Sequence[str],
+    others: dict[str, FileSum] | None,
+    known: PartSums | None = None,
 ) -> bytes | None:
-    """Return the report with checksums of these files and the `known` ones (None: its own).
+    """Return the report with checksums of these files and the `others` (None: its own).
 
     Return None if there is no report of moemerge.
     """
     try:
         document = read_object(folder / REPORT_NAME)
-        known = document.get(CHECKSUMS) if known is None else known
-        if "moemerge" not in document or not isinstance(known, dict):
+        others = document.get(CHECKSUMS) if others is None else others
+        if "moemerge" not in document or not isinstance(others, dict):
             return None
-        document[CHECKSUMS] = {**known, **_sums(folder, names)}
+        document[CHECKSUMS] = {**others, **_sums(folder, names, known)}
         return report_bytes(document)
     except (CheckpointError, ValueError):  # none, or with NaN: another tool wrote it
         return None
@@ -117,20 +121,24 @@ def file_names(folder: Path) -> list[str]:
     return sorted(name for name in names if name != REPORT_NAME)
 
 
-def _sums(folder: Path, names: Sequence[str]) -> dict[str, FileSum]:
+def _sums(folder: Path, names: Sequence[str], known: PartSums | None = None) -> dict[str, FileSum]:
     """Return the checksums of files. Parts of large files are read by several threads."""
+    known = known or {}
     sizes = {name: (folder / name).stat().st_size for name in names}
     parts = [(name, at) for name in names for at in range(0, sizes[name], PART_BYTES)]
     found: dict[str, FileSum] = {name: {"bytes": sizes[name], "crc32": []} for name in names}
-    threads = max(1, min(_MOST_THREADS, os.cpu_count() or 1, len(parts)))
+    unknown = [part for part in parts if part not in known]
+    threads = max(1, min(_MOST_THREADS, os.cpu_count() or 1, len(unknown)))
     with thread_pool(threads, "moemerge-checksum") as pool:
-        values = pool.map(lambda part: _part_sum(folder / part[0], part[1]), parts)
-        for (name, _), value in zip(parts, values, strict=True):
-            found[name]["crc32"].append(f"{value:08x}")
+        values = pool.map(lambda part: part_sum(folder / part[0], part[1]), unknown)
+        sums = {**known, **dict(zip(unknown, values, strict=True))}
+    for name, at in parts:
+        found[name]["crc32"].append(f"{sums[name, at]:08x}")
     return found
 
 
-def _part_sum(path: Path, offset: int) -> int:
+def part_sum(path: Path, offset: int) -> int:
+    """Return the CRC-32 of the part of a file that begins at `offset`."""
     block, value, left = memoryview(bytearray(_BLOCK)), 0, PART_BYTES
     with open(open_plain(path), "rb", buffering=0) as file:
         file.seek(offset)
