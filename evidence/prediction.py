@@ -148,7 +148,7 @@ def left_by_refit(found: Sequence[Refitted]) -> float:
 COLOURS = {"plain": "#0072b2", "soft": "#d55e00"}
 TITLES = {"harc": "HARC", "refit": "refit, closed form"}
 WIDTH, PANEL, GAP, HEIGHT, LEFT, TOP = 960, 420, 56, 260, 48, 64
-KLS, SHARES = (0.02, 1.5), (-0.5, 1.0)  # the ranges shown
+KLS, SHARES = (0.014, 1.5), (-0.5, 1.0)  # the ranges shown
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def test_measured_merges_tell_what_to_expect():
     little = advice([row(n, 0.3, kl=0.1) for n in range(8)])
     assert little.startswith(REFIT)
     assert "such a routing KL (0.100), calibration closed 4% (-2% to 11%)" in little
-    assert "on natural text both closed less" in little
+    assert "on natural text, calibration closed at most 14 %" in little
     much = advice([row(n, 0.3, kl=0.6) for n in range(8)])
     assert much.startswith("Calibrate the routers")
     assert "calibration closed 55% (39% to 78%)" in much
