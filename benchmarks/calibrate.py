@@ -45,10 +45,10 @@ def main() -> None:
 
 
 def calibrate(spec: dict[str, Any]) -> None:
-    from moemerge.calibration.job import CalibrationRequest
-    from moemerge.calibration.run import run_calibration
-    from moemerge.calibration.settings import CalibrationSettings
     from moemerge.config.faults import parse_settings
+    from moemerge.repairs.calibration.job import CalibrationRequest
+    from moemerge.repairs.calibration.run import run_calibration
+    from moemerge.repairs.calibration.settings import CalibrationSettings
     from moemerge.runtime.process import limit_kernel_cache
 
     limit_kernel_cache()

@@ -141,8 +141,8 @@ def batches_of(
     model: Path, data: dict[str, Path], device: torch.device
 ) -> dict[str, list[torch.Tensor]]:
     """The very batches that the diagnosis makes (rows are of one length: nothing is padded)."""
-    from moemerge.architectures.opened import open_model
-    from moemerge.features.settings import batch_tokens
+    from moemerge.families.opened import open_model
+    from moemerge.forward.settings import batch_tokens
     from moemerge.text.batches import DEFAULT_BATCH_TOKENS, make_batches
     from moemerge.text.domains import load_domains
     from moemerge.text.tokens import load_tokenizer

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from moemerge.evaluation.significance import drawn_means, flipped_means, interval, two_sided
+from moemerge.lab.evaluation.significance import drawn_means, flipped_means, interval, two_sided
+from moemerge.lab.verification.verifiers import check_all, make_verifier
 from moemerge.text.rows import read_rows, row_fields
-from moemerge.verification.verifiers import check_all, make_verifier
 
 TRIALS, DRAWS = 2000, 1000
 PROBLEMS = 1500  # of each set, for the scorers: all there are

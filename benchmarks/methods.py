@@ -41,9 +41,9 @@ from safetensors.torch import save_file
 import merge as pairs
 import synthetic
 from moemerge.api import list_methods, list_wrappers
-from moemerge.architectures.opened import open_model
-from moemerge.architectures.roles import Role
 from moemerge.config.parameters import StatisticsKind
+from moemerge.families.opened import open_model
+from moemerge.families.roles import Role
 from moemerge.statistics import Provenance, StatisticsWriter
 from moemerge.statistics.file import pack_symmetric, packed_size, stored_shape
 from moemerge.statistics.provenance import (

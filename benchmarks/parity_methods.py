@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import moemerge.merging.wrapper  # noqa: F401  (registers methods and wrappers)
-from moemerge.architectures.roles import Role
+import moemerge.methods.wrapper  # noqa: F401  (registers methods and wrappers)
 from moemerge.config.schema import KeptModels
+from moemerge.families.roles import Role
 from moemerge.merging.kept import emr_norms, keep_unit, unpack_bits
-from moemerge.merging.method import METHODS, ModelTensor, UnitInfo
-from moemerge.merging.methods._spectra import Spectrum
-from moemerge.merging.wrapper import WRAPPERS, Wrap, around
+from moemerge.methods._spectra import Spectrum
+from moemerge.methods.method import METHODS, ModelTensor, UnitInfo
+from moemerge.methods.wrapper import WRAPPERS, Wrap, around
 
 TOLERANCE = 1e-5
 SHAPES = ((96, 64), (64, 96), (80, 80), (16, 200))

@@ -29,8 +29,8 @@ from job import Subject
 
 # What a job would import on its way.
 IMPORTED = (
-    "moemerge.calibration.run",
-    "moemerge.collecting.run",
+    "moemerge.repairs.calibration.run",
+    "moemerge.statistics.collecting.run",
     "transformers.models.olmoe.modeling_olmoe",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
@@ -60,10 +60,10 @@ def child(spec: dict[str, Any]) -> None:
 
 
 def _calibrate(spec: dict[str, Any]) -> dict[str, Any]:
-    from moemerge.calibration.job import CalibrationRequest
-    from moemerge.calibration.run import run_calibration
-    from moemerge.calibration.settings import CalibrationSettings
     from moemerge.config.faults import parse_settings
+    from moemerge.repairs.calibration.job import CalibrationRequest
+    from moemerge.repairs.calibration.run import run_calibration
+    from moemerge.repairs.calibration.settings import CalibrationSettings
     from moemerge.runtime.progress import Silent
 
     request = CalibrationRequest(

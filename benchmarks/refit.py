@@ -68,9 +68,9 @@ class Notes(Silent):
 
 def refit(spec: dict[str, Any]) -> None:
     from moemerge.config.faults import parse_settings
-    from moemerge.refitting.job import RefitRequest
-    from moemerge.refitting.run import run_refit
-    from moemerge.refitting.settings import RefitSettings
+    from moemerge.repairs.refitting.job import RefitRequest
+    from moemerge.repairs.refitting.run import run_refit
+    from moemerge.repairs.refitting.settings import RefitSettings
     from moemerge.runtime.process import limit_kernel_cache
 
     limit_kernel_cache()
@@ -79,7 +79,7 @@ def refit(spec: dict[str, Any]) -> None:
         torch.cuda.set_per_process_memory_fraction(1e9 * spec["memory"] / whole)
     if spec["verbose"]:
         logging.basicConfig(format="%(message)s")
-        logging.getLogger("moemerge.refitting").setLevel(logging.DEBUG)
+        logging.getLogger("moemerge.repairs.refitting").setLevel(logging.DEBUG)
     request = RefitRequest(
         merged=spec["merged"],
         out=Path(spec["out"]),

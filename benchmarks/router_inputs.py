@@ -119,9 +119,9 @@ def trained(layer: int, *, rows: int = 400, seed: int = 0) -> list[DomainFeature
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    import moemerge.testbed
+    import moemerge.lab.testbed
 
-    bundle = Path(moemerge.testbed.__file__).parent / "bundle"
+    bundle = Path(moemerge.lab.testbed.__file__).parent / "bundle"
     names = ("math", "code")
     models = [
         AutoModelForCausalLM.from_pretrained(bundle / name, dtype=torch.float32) for name in names

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 import router_inputs
-from moemerge.architectures.rules import Gate, Score
-from moemerge.linalg.cg import COARSE_STEPS
+from moemerge.families.rules import Gate, Score
 from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, measure_routers
+from moemerge.routing.cg import COARSE_STEPS
 from moemerge.routing.curvature import RouterCurvature
 from moemerge.routing.preconditioners import build
 from moemerge.routing.products import Features, Precision

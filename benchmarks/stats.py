@@ -65,11 +65,11 @@ class Clock:
 
 
 def collect(spec: dict[str, Any]) -> None:
-    from moemerge.collecting.job import CollectRequest
-    from moemerge.collecting.run import run_collect
-    from moemerge.collecting.settings import CollectingSettings
     from moemerge.config.faults import parse_settings
     from moemerge.runtime.process import limit_kernel_cache
+    from moemerge.statistics.collecting.job import CollectRequest
+    from moemerge.statistics.collecting.run import run_collect
+    from moemerge.statistics.collecting.settings import CollectingSettings
 
     limit_kernel_cache()
     settings = {"kind": spec["kind"], "device": spec["device"]}

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moemerge.verification.code_checks import CodeVerifier
-from moemerge.verification.judgement import Verifier
-from moemerge.verification.mathematics import MathVerifier, gold_of, unit_of
-from moemerge.verification.verifiers import check_all
+from moemerge.lab.verification.code_checks import CodeVerifier
+from moemerge.lab.verification.judgement import Verifier
+from moemerge.lab.verification.mathematics import MathVerifier, gold_of, unit_of
+from moemerge.lab.verification.verifiers import check_all
 
 Item = tuple[dict[str, Any], str]
 UNITS = {

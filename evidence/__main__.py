@@ -16,9 +16,9 @@ from evidence.run import ALL, TableRequest, run_tables
 from evidence.seed_tables import main_table, verdicts
 from evidence.training import Job, train
 from moemerge.errors import MoeMergeError, UsageError
+from moemerge.lab.testbed import TrainedSet
+from moemerge.lab.testbed.tasks import DOMAINS
 from moemerge.runtime.progress import Silent
-from moemerge.testbed import TrainedSet
-from moemerge.testbed.tasks import DOMAINS
 
 
 class Notes(Silent):

@@ -1,8 +1,8 @@
 """Cells of the tables: how each model is made with moemerge's API, and what is measured.
 
 A cell starts from a trained model or a merge, applies steps (swapped routers, calibration, refit,
-fine-tuning) and measures the result. `moemerge.experiments` runs the cells: merges are the nodes
-that cells share; everything else is made inside a cell and removed with it.
+fine-tuning) and measures the result. `moemerge.lab.experiments` runs the cells: merges are the
+nodes that cells share; everything else is made inside a cell and removed with it.
 The name of a cell is its key in `cells.jsonl`.
 """
 
@@ -36,10 +36,10 @@ from evidence.texts import (
     validation_problems,
     write_texts,
 )
-from moemerge.experiments.summary import pack
-from moemerge.testbed import BASE, MANIFEST, open_set
-from moemerge.testbed.demo import LONGEST_ANSWER, compare_routing
-from moemerge.testbed.tasks import DOMAINS, check_all
+from moemerge.lab.experiments.summary import pack
+from moemerge.lab.testbed import BASE, MANIFEST, open_set
+from moemerge.lab.testbed.demo import LONGEST_ANSWER, compare_routing
+from moemerge.lab.testbed.tasks import DOMAINS, check_all
 
 VALIDATION = 500  # problems per domain for choosing one of several fine-tunings
 CHOICE = "choice.json"  # in a model's folder: which fine-tuning was chosen
@@ -103,7 +103,7 @@ class Bench:
     scale: Scale
     device: str
 
-    # --- what moemerge.experiments calls ---
+    # --- what moemerge.lab.experiments calls ---
 
     def prepare(self) -> None:
         """Write the calibration text of every kind, unless it exists."""

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import moemerge
 from evidence.layout import VOCABULARY, character_tokenizer, encode
-from moemerge.testbed.tasks import DOMAINS, problems
+from moemerge.lab.testbed.tasks import DOMAINS, problems
 
 MODES = (
     "base",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from evidence.layout import EOS, IDS, PAD, Shape, encode
-from moemerge.testbed.tasks import DOMAINS, KINDS, Problem
-from moemerge.testbed.tasks.drawing import draw
+from moemerge.lab.testbed.tasks import DOMAINS, KINDS, Problem
+from moemerge.lab.testbed.tasks.drawing import draw
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 
 import moemerge
 from evidence.scoring import accuracy
-from moemerge.testbed import bundled_set
-from moemerge.testbed.demo import draw_test_problems
+from moemerge.lab.testbed import bundled_set
+from moemerge.lab.testbed.demo import draw_test_problems
 
 DOMAINS = ("math", "code", "chat")
 MERGED = ("math", "code")

@@ -27,7 +27,7 @@ from evidence.cells import (
     tuned,
 )
 from evidence.methods import AVERAGE, EVERY
-from moemerge.experiments.tables import (
+from moemerge.lab.experiments.tables import (
     AS_MERGED,
     AVERAGED,
     EXACT,
@@ -40,7 +40,7 @@ from moemerge.experiments.tables import (
     Row,
     TableForm,
 )
-from moemerge.testbed.tasks import DOMAINS
+from moemerge.lab.testbed.tasks import DOMAINS
 
 EXACT_BASE = "source targets, exact, with the base"
 REFIT_FIXED = "refit, λ = 0.003"

@@ -17,9 +17,9 @@ from evidence.training import chunks, write_model
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.output import check_output
 from moemerge.errors import UsageError
+from moemerge.lab.testbed.demo import LONGEST_ANSWER
+from moemerge.lab.testbed.tasks import Problem, check_all
 from moemerge.runtime.devices import resolve_device
-from moemerge.testbed.demo import LONGEST_ANSWER
-from moemerge.testbed.tasks import Problem, check_all
 
 FINETUNING_BATCH = 128
 _SEED = 0  # of the order of the rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, logging
 
-from moemerge.features.routers import anatomy
+from moemerge.forward.routers import anatomy
 from moemerge.runtime.devices import resolve_device
 
 # Prompts per batch.

@@ -27,8 +27,8 @@ import moemerge
 from evidence.gptq import round_by_gptq, write_rounded
 from evidence.layout import EOS
 from evidence.pruning import read_problems
-from moemerge.testbed import bundled_set
-from moemerge.testbed.demo import accuracy, draw_test_problems, one_thread
+from moemerge.lab.testbed import bundled_set
+from moemerge.lab.testbed.demo import accuracy, draw_test_problems, one_thread
 
 BITS = 4
 LARGEST = 2 ** (BITS - 1)

@@ -16,15 +16,15 @@ from evidence.methods import EVERY, chosen
 from evidence.seed_tables import BY_SEEDS
 from evidence.training import Job, check_choice, train
 from moemerge.errors import UsageError
-from moemerge.experiments.cells import CellJournal, Failure, SetCells, run_cells
-from moemerge.experiments.plots import require_matplotlib
-from moemerge.experiments.report import write_report
-from moemerge.experiments.summary import Summary, summarise
-from moemerge.experiments.tables import Row
-from moemerge.experiments.work import Workers
+from moemerge.lab.experiments.cells import CellJournal, Failure, SetCells, run_cells
+from moemerge.lab.experiments.plots import require_matplotlib
+from moemerge.lab.experiments.report import write_report
+from moemerge.lab.experiments.summary import Summary, summarise
+from moemerge.lab.experiments.tables import Row
+from moemerge.lab.experiments.work import Workers
+from moemerge.lab.testbed import bundled_set
 from moemerge.runtime.devices import cpu_count
 from moemerge.runtime.progress import Progress
-from moemerge.testbed import bundled_set
 
 ALL = "all"
 

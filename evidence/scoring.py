@@ -15,9 +15,9 @@ from evidence.forward import Cache, Weights, hidden_states, logits, prepare, rot
 from evidence.layout import EOS, IDS, PAD, SPECIAL, Shape, encode, from_tensors, shape_of_config
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError
+from moemerge.lab.testbed.demo import LONGEST_ANSWER
+from moemerge.lab.testbed.tasks import Problem, check_all
 from moemerge.runtime.devices import resolve_device
-from moemerge.testbed.demo import LONGEST_ANSWER
-from moemerge.testbed.tasks import Problem, check_all
 
 # Prompts per batch; on a CPU the states of a small batch stay in its cache.
 BATCH = {"cuda": 4096, "cpu": 128}

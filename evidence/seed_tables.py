@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moemerge.evaluation.significance import PairedTest
-from moemerge.experiments.report import (
+from moemerge.lab.evaluation.significance import PairedTest
+from moemerge.lab.experiments.report import (
     TableStyle,
     difference,
     p_value,
@@ -13,8 +13,8 @@ from moemerge.experiments.report import (
     seed_cells,
     with_error,
 )
-from moemerge.experiments.summary import Comparison, RowSummary, Summary
-from moemerge.experiments.tables import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE, TextTable
+from moemerge.lab.experiments.summary import Comparison, RowSummary, Summary
+from moemerge.lab.experiments.tables import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE, TextTable
 
 SIGNIFICANT = 0.05
 LEGEND = (

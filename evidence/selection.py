@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import moemerge
 from evidence.layout import EOS
 from evidence.pruning import EXPERTS, read_problems
-from moemerge.testbed import bundled_set
-from moemerge.testbed.demo import PROBLEMS, accuracy, draw_test_problems, one_thread
-from moemerge.testbed.tasks import Problem
+from moemerge.lab.testbed import bundled_set
+from moemerge.lab.testbed.demo import PROBLEMS, accuracy, draw_test_problems, one_thread
+from moemerge.lab.testbed.tasks import Problem
 
 KEPT = (16, 12)
 ROWS = 512  # for the scores and the repair

@@ -22,8 +22,8 @@ from evidence.natural_table import append
 from evidence.prediction import expected
 from moemerge.diagnosis.advice import Expected
 from moemerge.diagnosis.verdict import WORTH, overall_totals, won_back
-from moemerge.testbed import bundled_set
-from moemerge.testbed.tasks.drawing import Split, problems
+from moemerge.lab.testbed import bundled_set
+from moemerge.lab.testbed.tasks.drawing import Split, problems
 
 METHODS: Mapping[str, Mapping[str, float]] = {
     "linear": {"weight": 1.0},

@@ -21,12 +21,12 @@ from evidence.experiments import LEADING
 from evidence.methods import AVERAGE, EVERY
 from evidence.run import TableRequest, plan_tables
 from evidence.seed_tables import comparison_table, main_table
-from moemerge.evaluation.significance import paired_t
-from moemerge.experiments.cells import CELLS, CellJournal
-from moemerge.experiments.report import difference as seed_difference
-from moemerge.experiments.report import with_error
-from moemerge.experiments.summary import RowSummary, Summary
-from moemerge.experiments.tables import REFERENCE, TextTable
+from moemerge.lab.evaluation.significance import paired_t
+from moemerge.lab.experiments.cells import CELLS, CellJournal
+from moemerge.lab.experiments.report import difference as seed_difference
+from moemerge.lab.experiments.report import with_error
+from moemerge.lab.experiments.summary import RowSummary, Summary
+from moemerge.lab.experiments.tables import REFERENCE, TextTable
 
 MERGES = {"two": "{}(math,code)", "three": "{}(chat,math,code)"}
 VARIANTS = ("{}", "{} calibrated[]", "{} refitted[]")

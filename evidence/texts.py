@@ -11,8 +11,8 @@ from pathlib import Path
 
 from evidence.data import HARD_SHARE
 from evidence.scoring import generate
-from moemerge.testbed.demo import TEST_SEED
-from moemerge.testbed.tasks import DOMAINS, Problem, check_all, problems
+from moemerge.lab.testbed.demo import TEST_SEED
+from moemerge.lab.testbed.tasks import DOMAINS, Problem, check_all, problems
 from moemerge.text.rows import write_rows
 
 # Fixed seeds that no training uses.

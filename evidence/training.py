@@ -49,12 +49,12 @@ from evidence.scoring import accuracy_many
 from moemerge.checkpoint import CheckpointWriter, TensorInfo
 from moemerge.checkpoint.output import OutputFolder, check_output
 from moemerge.errors import UsageError
+from moemerge.lab.testbed import BASE, DATA, MANIFEST, TrainedSet, open_set
+from moemerge.lab.testbed.tasks import DOMAINS, problems
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress, Silent
-from moemerge.testbed import BASE, DATA, MANIFEST, TrainedSet, open_set
-from moemerge.testbed.tasks import DOMAINS, problems
 from moemerge.text.rows import write_rows
 from moemerge.version import __version__
 

@@ -19,8 +19,8 @@ from evidence.finetuning import finetune
 from evidence.layout import IDS
 from evidence.scoring import accuracy_many
 from evidence.training import Job, derived_seed, pool_rows
-from moemerge.testbed import TrainedSet, bundled_set, open_set
-from moemerge.testbed.tasks import problems
+from moemerge.lab.testbed import TrainedSet, bundled_set, open_set
+from moemerge.lab.testbed.tasks import problems
 
 # The models have no chat template: an answer follows its prompt and ends with the end token.
 TEMPLATE = (

@@ -17,9 +17,9 @@ import torch  # noqa: E402
 
 import multimodal_zoo  # noqa: E402
 import zoo  # noqa: E402
-from calibration import cases  # noqa: E402
-from moemerge.architectures import families  # noqa: E402
+from moemerge.families import families  # noqa: E402
 from moemerge.merging import METHODS, WRAPPERS  # noqa: E402
+from repairs.calibration import cases  # noqa: E402
 
 
 def pytest_runtest_setup(item):

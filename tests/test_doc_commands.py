@@ -8,12 +8,12 @@ import pytest
 import typer
 
 from moemerge.cli.app import app
-from moemerge.data.settings import DataRecipe
 from moemerge.errors import UsageError
-from moemerge.evaluation.job import find_task, task_names
-from moemerge.evaluation.settings import load_task
-from moemerge.experiments.settings import StudyConfig
-from moemerge.experiments.study_file import load_study
+from moemerge.lab.data.settings import DataRecipe
+from moemerge.lab.evaluation.job import find_task, task_names
+from moemerge.lab.evaluation.settings import load_task
+from moemerge.lab.experiments.settings import StudyConfig
+from moemerge.lab.experiments.study_file import load_study
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import moemerge.cli
 import quantised_zoo as qz
 import zoo
-from calibration.cases import write_text
 from moemerge.cli.app import app
+from repairs.calibration.cases import write_text
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -119,7 +119,7 @@ def test_parameter_lists_stay_short():
         f"{within(path)}:{function.name}"
         for path in FILES
         # A command has a parameter for each flag, a public function or decorator for each keyword.
-        if not within(path).startswith(("api/", "cli/", "merging/method.py"))
+        if not within(path).startswith(("api/", "cli/", "methods/method.py"))
         for function in functions(nodes(path))
         if len(parameters(function)) > MAX_PARAMETERS and not is_triton_kernel(function)
     }
@@ -177,7 +177,7 @@ WITH_FLAGS = (
     "diagnosis/run.py",
     "diagnosis/verdict.py",
     "report/page/",
-    "verification/sandbox/",
+    "lab/verification/sandbox/",
 )
 
 
@@ -198,7 +198,7 @@ def test_settings_that_messages_advise_exist():
     import inspect
 
     from moemerge import api
-    from moemerge.experiments.study import study
+    from moemerge.lab.experiments.study import study
 
     verbs = (name for names in api._PARTS.values() for name in names.split())
     jobs = [study, *(getattr(api, name) for name in verbs)]

@@ -19,7 +19,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moemerge.architectures import families
+from moemerge.families import families
 from moemerge.runtime.progress import Silent
 
 EXPERTS = 8

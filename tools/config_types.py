@@ -19,9 +19,9 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from moemerge.architectures.config_check import DENSE
-from moemerge.architectures.config_values import TYPES_FILE
-from moemerge.architectures.families import FAMILIES
+from moemerge.families.config_check import DENSE
+from moemerge.families.config_values import TYPES_FILE
+from moemerge.families.families import FAMILIES
 
 NAMES: Mapping[Any, str] = {
     int: "int", float: "float", bool: "bool", str: "str", list: "list", tuple: "list",

@@ -31,17 +31,17 @@ from typing import Any
 
 import moemerge
 from moemerge.api.merging import load_config
-from moemerge.architectures.config_check import check_config
 from moemerge.checkpoint.adapter import open_adapter
 from moemerge.checkpoint.folder import open_folder
 from moemerge.checkpoint.safetensors_file import read_header
 from moemerge.checkpoint.tensors import parse_size
 from moemerge.config.coefficients import read_coefficients
 from moemerge.errors import MoeMergeError
-from moemerge.evaluation.settings import load_task
-from moemerge.experiments.study_file import load_study
-from moemerge.lockstep.experts import read_experts
-from moemerge.lockstep.journal import Entry, Journal
+from moemerge.families.config_check import check_config
+from moemerge.lab.evaluation.settings import load_task
+from moemerge.lab.experiments.study_file import load_study
+from moemerge.repairs.lockstep.experts import read_experts
+from moemerge.repairs.lockstep.journal import Entry, Journal
 from moemerge.runtime.files import parse_object
 from moemerge.runtime.journals import LineStore, read_lines
 from moemerge.runtime.lazy import torch

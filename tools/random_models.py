@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 import moemerge
 import zoo
-from calibration.cases import WORDS, average
+from repairs.calibration.cases import WORDS, average
 
 FAMILIES = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "ernie4_5_moe")
 NAMES = ("math", "code")

@@ -36,11 +36,11 @@ SHOWN = (
 )
 TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.4", "pytest-xdist>=3.6", "plotly>=6.3")
 TESTS = (
-    "tests/features",
-    "tests/architectures",
-    "tests/linalg",
+    "tests/forward",
+    "tests/families",
+    "tests/routing/test_cg.py",
     "tests/merging/test_families.py",
-    "tests/calibration/test_algorithm.py",
+    "tests/repairs/calibration/test_algorithm.py",
     "tests/cli/test_quick.py",
 )
 
@@ -117,8 +117,8 @@ def render(results: dict[str, Any]) -> str:
             lines += [f"Failed with the {end} releases:", "", *(f"* `{t}`" for t in failed), ""]
     lines += [
         "The names of transformers and torch that are not public are collected in",
-        "`features/compat.py` and `runtime/torch_compat.py`. If a release removes one of them,",
-        "`tests/features/test_compat.py` fails and names it. With torch 2.9, pickled checkpoints",
+        "`forward/compat.py` and `runtime/torch_compat.py`. If a release removes one of them,",
+        "`tests/forward/test_compat.py` fails and names it. With torch 2.9, pickled checkpoints",
         "(`pytorch_model.bin`) are refused: it cannot tell whether such a file is complete.",
         "",
     ]

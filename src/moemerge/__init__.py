@@ -32,15 +32,11 @@ if TYPE_CHECKING:
     from moemerge.api import tune as tune
     from moemerge.api import validate as validate
     from moemerge.api import verify as verify
-    from moemerge.calibration.settings import CalibrationSettings as CalibrationSettings
     from moemerge.checkpoint import Checkpoint as Checkpoint
-    from moemerge.coefficients.settings import CoefficientSettings as CoefficientSettings
-    from moemerge.collecting.settings import CollectingSettings as CollectingSettings
-    from moemerge.composing.settings import ComposeSettings as ComposeSettings
     from moemerge.config.settings import MergeSettings as MergeSettings
-    from moemerge.data.settings import DataSettings as DataSettings
+    from moemerge.conversion.composing.settings import ComposeSettings as ComposeSettings
+    from moemerge.conversion.exporting.settings import ExtractLoraSettings as ExtractLoraSettings
     from moemerge.diagnosis.settings import DiagnosisSettings as DiagnosisSettings
-    from moemerge.distilling.settings import DistillSettings as DistillSettings
     from moemerge.errors import ArchitectureError as ArchitectureError
     from moemerge.errors import CheckpointError as CheckpointError
     from moemerge.errors import ConfigError as ConfigError
@@ -50,15 +46,19 @@ if TYPE_CHECKING:
     from moemerge.errors import ResourceError as ResourceError
     from moemerge.errors import TokenizerError as TokenizerError
     from moemerge.errors import UsageError as UsageError
-    from moemerge.evaluation.settings import EvaluationSettings as EvaluationSettings
-    from moemerge.experiments.settings import StudySettings as StudySettings
-    from moemerge.experiments.study import study as study
-    from moemerge.exporting.settings import ExtractLoraSettings as ExtractLoraSettings
-    from moemerge.merging.method import merge_method as merge_method
-    from moemerge.merging.wrapper import merge_wrapper as merge_wrapper
-    from moemerge.pruning.settings import PruneSettings as PruneSettings
-    from moemerge.refitting.settings import RefitSettings as RefitSettings
-    from moemerge.tuning.settings import TuningSettings as TuningSettings
+    from moemerge.lab.data.settings import DataSettings as DataSettings
+    from moemerge.lab.evaluation.settings import EvaluationSettings as EvaluationSettings
+    from moemerge.lab.experiments.settings import StudySettings as StudySettings
+    from moemerge.lab.experiments.study import study as study
+    from moemerge.lab.tuning.settings import TuningSettings as TuningSettings
+    from moemerge.methods.method import merge_method as merge_method
+    from moemerge.methods.wrapper import merge_wrapper as merge_wrapper
+    from moemerge.repairs.calibration.settings import CalibrationSettings as CalibrationSettings
+    from moemerge.repairs.distilling.settings import DistillSettings as DistillSettings
+    from moemerge.repairs.pruning.settings import PruneSettings as PruneSettings
+    from moemerge.repairs.refitting.settings import RefitSettings as RefitSettings
+    from moemerge.statistics.coefficients.settings import CoefficientSettings as CoefficientSettings
+    from moemerge.statistics.collecting.settings import CollectingSettings as CollectingSettings
     from moemerge.version import __version__ as __version__
 
 
@@ -70,27 +70,27 @@ _PUBLIC = {
         "swap_routers tune validate verify"
     ),
     "moemerge.checkpoint": "Checkpoint",
-    "moemerge.calibration.settings": "CalibrationSettings",
-    "moemerge.data.settings": "DataSettings",
-    "moemerge.distilling.settings": "DistillSettings",
-    "moemerge.evaluation.settings": "EvaluationSettings",
-    "moemerge.pruning.settings": "PruneSettings",
-    "moemerge.refitting.settings": "RefitSettings",
-    "moemerge.collecting.settings": "CollectingSettings",
-    "moemerge.composing.settings": "ComposeSettings",
+    "moemerge.repairs.calibration.settings": "CalibrationSettings",
+    "moemerge.lab.data.settings": "DataSettings",
+    "moemerge.repairs.distilling.settings": "DistillSettings",
+    "moemerge.lab.evaluation.settings": "EvaluationSettings",
+    "moemerge.repairs.pruning.settings": "PruneSettings",
+    "moemerge.repairs.refitting.settings": "RefitSettings",
+    "moemerge.statistics.collecting.settings": "CollectingSettings",
+    "moemerge.conversion.composing.settings": "ComposeSettings",
     "moemerge.config.settings": "MergeSettings",
     "moemerge.diagnosis.settings": "DiagnosisSettings",
-    "moemerge.tuning.settings": "TuningSettings",
-    "moemerge.coefficients.settings": "CoefficientSettings",
-    "moemerge.experiments.settings": "StudySettings",
+    "moemerge.lab.tuning.settings": "TuningSettings",
+    "moemerge.statistics.coefficients.settings": "CoefficientSettings",
+    "moemerge.lab.experiments.settings": "StudySettings",
     "moemerge.errors": (
         "ArchitectureError CheckpointError ConfigError DataError MoeMergeError NumericalError "
         "ResourceError TokenizerError UsageError"
     ),
-    "moemerge.exporting.settings": "ExtractLoraSettings",
-    "moemerge.experiments.study": "study",
-    "moemerge.merging.method": "merge_method",
-    "moemerge.merging.wrapper": "merge_wrapper",
+    "moemerge.conversion.exporting.settings": "ExtractLoraSettings",
+    "moemerge.lab.experiments.study": "study",
+    "moemerge.methods.method": "merge_method",
+    "moemerge.methods.wrapper": "merge_wrapper",
     "moemerge.version": "__version__",
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}

@@ -14,8 +14,8 @@ import yaml
 import moemerge as package
 import processes
 import zoo
-from calibration import cases
 from moemerge.errors import CheckpointError, NumericalError
+from repairs.calibration import cases
 
 
 class Hub(ThreadingHTTPServer):

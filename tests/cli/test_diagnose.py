@@ -7,9 +7,9 @@ import pytest
 
 import terminal
 import zoo
-from calibration import cases
 from moemerge.cli.routing_table import bar
 from moemerge.errors import CheckpointError
+from repairs.calibration import cases
 
 
 @pytest.fixture

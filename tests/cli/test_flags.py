@@ -13,15 +13,15 @@ from pydantic import Field
 from typer.testing import CliRunner
 
 import moemerge
-from moemerge.calibration.settings import CalibrationSettings
 from moemerge.cli.app import app
 from moemerge.cli.flags import ADVANCED, FEW, given, verb
 from moemerge.cli.wording import in_flags, speak_of
-from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.fields import AutoOrPositive, Strict
 from moemerge.config.settings import MergeSettings, PlanSettings, settings_of
 from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import ConfigError, UsageError
+from moemerge.repairs.calibration.settings import CalibrationSettings
+from moemerge.statistics.collecting.settings import CollectingSettings
 
 
 class Knobs(Strict):

@@ -5,11 +5,11 @@ import json
 import pytest
 
 import zoo
-from evaluation.cases import write_task
+from lab.evaluation.cases import write_task
 from moemerge import api
+from moemerge.lab.testbed import bundled_set
+from moemerge.lab.testbed.tasks import problems
 from moemerge.statistics import Statistics
-from moemerge.testbed import bundled_set
-from moemerge.testbed.tasks import problems
 from terminal import moemerge
 
 GREEDY = ["--samples", "1", "--temperature", "0", "--device", "cpu", "--draws", "300"]

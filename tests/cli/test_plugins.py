@@ -9,16 +9,16 @@ import yaml
 
 import terminal
 import zoo
-from calibration import cases
 from moemerge.checkpoint import Checkpoint
+from repairs.calibration import cases
 
 PLUGIN = '''
 from dataclasses import dataclass
 
-from moemerge.architectures.families import add_family
-from moemerge.architectures.rules import Family, GateRule, key
-from moemerge.merging.method import BasePolicy, merge_method, param
-from moemerge.merging.wrapper import merge_wrapper
+from moemerge.families.families import add_family
+from moemerge.families.rules import Family, GateRule, key
+from moemerge.methods.method import BasePolicy, merge_method, param
+from moemerge.methods.wrapper import merge_wrapper
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def test_a_family_of_ones_own_is_known(plugin, zoo_folder, tmp_path):
 
 
 def test_a_function_of_a_plugin_judges(plugin):
-    from moemerge.verification.verifiers import make_verifier
+    from moemerge.lab.verification.verifiers import make_verifier
 
     moemerge("ls", "methods", "--plugin", plugin)
     verifier = make_verifier(f"{plugin.stem}:is_short")
@@ -140,7 +140,7 @@ def test_plugins_that_cannot_be_used(name, text, words, tmp_path):
 def test_a_method_that_fails_is_named_and_nothing_is_written(body, said, zoo_folder, tmp_path):
     plugin = tmp_path / "test_failing_methods.py"
     plugin.write_text(
-        "from moemerge.merging.method import BasePolicy, merge_method\n"
+        "from moemerge.methods.method import BasePolicy, merge_method\n"
         "@merge_method('test_fails', base=BasePolicy.MEMBER)\n"
         f"def fails(inputs, base, options, unit):\n    'Fails.'\n    {body}\n"
     )

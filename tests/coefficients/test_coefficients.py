@@ -10,7 +10,9 @@ from coefficients.cases import CPU, NAMES, make_models, texts
 from coefficients.cases import config as plain_config
 from collecting import direct
 from collecting.cases import token_rows
-from moemerge.coefficients.maths import (
+from moemerge.config.coefficients import read_coefficients
+from moemerge.errors import CheckpointError, DataError, ResourceError, UsageError
+from moemerge.statistics.coefficients.maths import (
     Information,
     balanced_coefficients,
     falling,
@@ -19,8 +21,6 @@ from moemerge.coefficients.maths import (
     relative_distance,
     transfer,
 )
-from moemerge.config.coefficients import read_coefficients
-from moemerge.errors import CheckpointError, DataError, ResourceError, UsageError
 
 PLACES = [f"model.layers.{n}" for n in range(3)]
 
@@ -186,7 +186,9 @@ def test_expertmerging_brings_a_real_merge_closer_to_its_models(folder, tmp_path
 
 
 def test_adamerging_refuses_what_does_not_fit(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("moemerge.coefficients.adamerging.available_memory", lambda device: 1000)
+    monkeypatch.setattr(
+        "moemerge.statistics.coefficients.adamerging.available_memory", lambda device: 1000
+    )
     with pytest.raises(ResourceError, match="keeps all models in memory"):
         moemerge.find_coefficients("adamerging", config(folder), tmp_path / "a.yml", **CPU)
     assert not list(tmp_path.iterdir())

@@ -15,10 +15,10 @@ from coefficients.cases import CPU, NAMES, config, make_models, texts
 from collecting import direct
 from collecting.cases import token_rows
 from merging.gathered import open_model, unit_tensors
-from moemerge.architectures.layout import projection_of
-from moemerge.coefficients.maths import served_domain
 from moemerge.config.coefficients import read_coefficients
 from moemerge.errors import ConfigError, UsageError
+from moemerge.families.layout import projection_of
+from moemerge.statistics.coefficients.maths import served_domain
 
 
 @pytest.fixture(scope="module")

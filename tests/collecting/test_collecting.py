@@ -5,15 +5,15 @@ import torch
 
 from collecting import direct
 from collecting.cases import token_rows
-from moemerge.architectures.opened import open_model
-from moemerge.features.input_hooks import (
+from moemerge.families.opened import open_model
+from moemerge.forward.input_hooks import (
     LinearHook,
     UnitMap,
     find_input_hooks,
     projections,
 )
-from moemerge.features.loading import map_names
-from moemerge.features.routers import anatomy
+from moemerge.forward.loading import map_names
+from moemerge.forward.routers import anatomy
 from moemerge.statistics import Statistics
 from moemerge.text.domains import TextSettings, load_domain
 from moemerge.text.tokens import load_tokenizer

@@ -3,9 +3,15 @@
 import pytest
 import torch
 
-from moemerge.collecting import maths
-from moemerge.collecting.maths import TOKENS_PER_SUM, Routed, RoutedGradients, TokenSum, gram_sum
-from moemerge.features.tokens import sort_by_expert
+from moemerge.forward.tokens import sort_by_expert
+from moemerge.statistics.collecting import maths
+from moemerge.statistics.collecting.maths import (
+    TOKENS_PER_SUM,
+    Routed,
+    RoutedGradients,
+    TokenSum,
+    gram_sum,
+)
 
 
 def random(*shape, seed=0):

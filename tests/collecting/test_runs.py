@@ -12,17 +12,17 @@ import moemerge
 import multimodal_zoo
 import processes
 import zoo
-from moemerge.architectures.architecture import Architecture
-from moemerge.architectures.opened import open_model
 from moemerge.checkpoint import Checkpoint
-from moemerge.collecting.forward import StateStore
-from moemerge.collecting.job import CollectRequest, _forward_dtype, prepare
-from moemerge.collecting.run import run_collect
-from moemerge.collecting.settings import CollectingSettings
 from moemerge.errors import ArchitectureError, CheckpointError, DataError, NumericalError
+from moemerge.families.architecture import Architecture
+from moemerge.families.opened import open_model
 from moemerge.runtime.progress import Silent
 from moemerge.runtime.ranks import SINGLE
 from moemerge.statistics import Statistics
+from moemerge.statistics.collecting.forward import StateStore
+from moemerge.statistics.collecting.job import CollectRequest, _forward_dtype, prepare
+from moemerge.statistics.collecting.run import run_collect
+from moemerge.statistics.collecting.settings import CollectingSettings
 
 KINDS = ("gram", "fisher")
 

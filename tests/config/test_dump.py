@@ -2,12 +2,12 @@
 
 import pytest
 
-import moemerge.merging.methods  # noqa: F401  (fills METHODS)
+import moemerge.methods  # noqa: F401  (fills METHODS)
 from moemerge.config.dump import config_data, dump_config
 from moemerge.config.load import check_document
 from moemerge.config.models import ModelRef
 from moemerge.config.yaml_lines import read_document, read_yaml
-from moemerge.merging.method import METHODS
+from moemerge.methods.method import METHODS
 
 HEAD = "merge_method: ties\nbase_model: org/base@1e5\n"
 

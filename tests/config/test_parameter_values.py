@@ -1,6 +1,5 @@
 import pytest
 
-from moemerge.architectures.roles import Role
 from moemerge.config.faults import FaultsError, path_text
 from moemerge.config.parameter_values import (
     ROLE_NAMES,
@@ -13,6 +12,7 @@ from moemerge.config.parameter_values import (
     plain,
 )
 from moemerge.config.parameters import BasePolicy, MethodSchema, ParameterSpec
+from moemerge.families.roles import Role
 
 
 def evaluate(value, names, role, t):

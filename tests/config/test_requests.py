@@ -4,10 +4,10 @@ import pytest
 
 from moemerge.api.listing import wrapper_schemas
 from moemerge.api.merging import load_config
-from moemerge.calibration.settings import CalibrationSettings
 from moemerge.config.dump import dump_config
 from moemerge.config.models import ModelRef
 from moemerge.errors import ConfigError
+from moemerge.repairs.calibration.settings import CalibrationSettings
 
 HEAD = """merge_method: regmean
 models:

@@ -4,7 +4,7 @@ import pytest
 
 from moemerge.config.models import ModelRef
 from moemerge.errors import ConfigError
-from moemerge.experiments.study_file import load_study, overlaid, parse_overrides
+from moemerge.lab.experiments.study_file import load_study, overlaid, parse_overrides
 
 STUDY = """
 base: org/base

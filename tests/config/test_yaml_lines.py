@@ -8,11 +8,11 @@ import yaml
 
 import moemerge
 from moemerge.api.stages import read_stages
-from moemerge.composing.job import load_compose_config
 from moemerge.config.yaml_lines import Dumper, read_yaml
+from moemerge.conversion.composing.job import load_compose_config
 from moemerge.errors import ConfigError
-from moemerge.evaluation.settings import load_task
-from moemerge.experiments.study_file import load_study
+from moemerge.lab.evaluation.settings import load_task
+from moemerge.lab.experiments.study_file import load_study
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from transformers import AutoModelForCausalLM
 
 import moemerge
 import zoo
-from calibration import cases
 from collecting.cases import token_rows
-from features.reference import row_losses
+from forward.reference import row_losses
 from moemerge.cli.repair_tables import calibrate_report
 from moemerge.cli.routing_table import diagnosis_report
 from moemerge.diagnosis.run import has_memorised
-from moemerge.features.losses import MeanLoss
+from moemerge.forward.losses import MeanLoss
+from repairs.calibration import cases
 from terminal import printed
 
 

@@ -5,13 +5,13 @@ import shutil
 import pytest
 
 import zoo
-from calibration import cases
 from moemerge.errors import (
     ArchitectureError,
     ResourceError,
     TokenizerError,
     UsageError,
 )
+from repairs.calibration import cases
 
 
 def refused(case, error, words, **options):
@@ -57,7 +57,7 @@ def test_a_source_without_a_tokenizer_is_told(case):
 
 
 def test_memory(case, monkeypatch):
-    for module in ("moemerge.lockstep.streams", "moemerge.features.settings"):
+    for module in ("moemerge.repairs.lockstep.streams", "moemerge.forward.settings"):
         monkeypatch.setattr(f"{module}.available_memory", lambda device: 1000)
     refused(case, ResourceError, "3 models in parallel needs about", offload="device")
     refused(case, ResourceError, "7 models.*\n.*without `swaps`", offload="device", swaps=True)

@@ -8,9 +8,9 @@ import transformers
 import moemerge
 import multimodal_zoo
 import zoo
-from calibration import cases
-from moemerge.architectures.opened import open_model
 from moemerge.errors import ArchitectureError
+from moemerge.families.opened import open_model
+from repairs.calibration import cases
 
 REFUSED = ("zaya", "doge")
 EVERY = (*zoo.FAMILIES, *multimodal_zoo.FAMILIES)

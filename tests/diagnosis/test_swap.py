@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 import moemerge
 import quantised_zoo as qz
 import zoo
-from calibration import cases
-from moemerge.architectures.opened import open_model
-from moemerge.architectures.roles import ROUTING_ROLES
 from moemerge.errors import ArchitectureError, CheckpointError, NumericalError, UsageError
+from moemerge.families.opened import open_model
+from moemerge.families.roles import ROUTING_ROLES
+from repairs.calibration import cases
 
 # A plain one, one with a bias on the logits, one with selection biases, one with scales and tables.
 FAMILIES = ("olmoe", "gpt_oss", "deepseek_v3", "gemma4_text", "deepseek_v4", "zaya")

@@ -29,10 +29,10 @@ from evidence.texts import (
 from evidence.training import write_model
 from moemerge import api
 from moemerge.errors import UsageError
-from moemerge.experiments.cells import CellJournal
+from moemerge.lab.experiments.cells import CellJournal
+from moemerge.lab.testbed import bundled_set
+from moemerge.lab.testbed.tasks import DOMAINS, problems
 from moemerge.runtime.progress import Silent
-from moemerge.testbed import bundled_set
-from moemerge.testbed.tasks import DOMAINS, problems
 
 test_set.__test__ = False  # not a test
 SCALE = Scale(problems=8, held_out=4, rows=12, tuning_steps=1)

@@ -11,7 +11,7 @@ from evidence.scoring import generate, generate_many, load_flat
 from evidence.training import write_model
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError
-from moemerge.testbed.tasks import problems
+from moemerge.lab.testbed.tasks import problems
 
 LENGTH = 12
 

@@ -15,7 +15,7 @@ from evidence.data import (
 )
 from evidence.layout import initial
 from evidence.optimise import Course, State, _Step, schedule, train_stack
-from moemerge.testbed.tasks import DOMAINS
+from moemerge.lab.testbed.tasks import DOMAINS
 
 SHAPE = PRESETS["tiny"].shape("olmoe")
 

@@ -10,11 +10,11 @@ import pytest
 from evidence.cells import Scale, SetKey
 from evidence.experiments import EXPERIMENTS, Scope
 from evidence.seed_tables import BY_SEEDS
-from moemerge.experiments.cells import CellJournal
-from moemerge.experiments.report import markdown, write_report
-from moemerge.experiments.summary import pack, summarise
-from moemerge.experiments.tables import AS_MERGED, AVERAGED, HARC, SOURCE
-from moemerge.testbed.tasks import DOMAINS
+from moemerge.lab.experiments.cells import CellJournal
+from moemerge.lab.experiments.report import markdown, write_report
+from moemerge.lab.experiments.summary import pack, summarise
+from moemerge.lab.experiments.tables import AS_MERGED, AVERAGED, HARC, SOURCE
+from moemerge.lab.testbed.tasks import DOMAINS
 
 SCALE = asdict(Scale(problems=10, held_out=4, rows=4, tuning_steps=1))
 KEYS = [SetKey("olmoe", "tiny", "soft", seed) for seed in (0, 1)]

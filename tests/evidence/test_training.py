@@ -13,9 +13,9 @@ from evidence.layout import router_slice
 from evidence.scoring import accuracy, load_flat
 from evidence.training import Job, train
 from moemerge.errors import CheckpointError, UsageError
+from moemerge.lab.testbed import open_set
+from moemerge.lab.testbed.tasks import problems
 from moemerge.runtime.progress import Silent
-from moemerge.testbed import open_set
-from moemerge.testbed.tasks import problems
 
 
 def files(folder):

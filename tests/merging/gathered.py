@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moemerge.architectures.architecture import Architecture
-from moemerge.architectures.roles import Role, Unit
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import StatisticsKind
+from moemerge.families.architecture import Architecture
+from moemerge.families.roles import Role, Unit
 from moemerge.statistics import Provenance
 from moemerge.statistics.file import pack_symmetric, packed_size
 from moemerge.statistics.provenance import family_name, model_fingerprint, tokenizer_fingerprint

@@ -12,7 +12,6 @@ import torch
 
 import moemerge
 import zoo
-from calibration.cases import weights
 from moemerge import api
 from moemerge.checkpoint import CheckpointWriter
 from moemerge.config.settings import MergeSettings
@@ -27,9 +26,10 @@ from moemerge.errors import (
 from moemerge.merging import METHODS
 from moemerge.merging import plan as plan_module
 from moemerge.merging.execute import ExecutionSettings, MemoryBudget, execute
-from moemerge.merging.methods import _arithmetic
 from moemerge.merging.run import plan_merge
+from moemerge.methods import _arithmetic
 from moemerge.runtime.progress import Silent
+from repairs.calibration.cases import weights
 
 CPU = torch.device("cpu")
 

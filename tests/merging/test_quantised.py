@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 import moemerge
 import quantised_zoo as qz
 import zoo
-from calibration.cases import changed_tensors
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding
 from moemerge.errors import NumericalError, UsageError
+from repairs.calibration.cases import changed_tensors
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from experiments.test_verdicts import ROWS, summary_of
-from moemerge.experiments.report import write_report
+from lab.experiments.test_verdicts import ROWS, summary_of
+from moemerge.lab.experiments.report import write_report
 from moemerge.report.scores import write_scores_page
 from report.scores_sample import HOSTILE, sample_page
 from report.test_page_browser import OUTSIDE, SMALL, SMALLEST_TEXT

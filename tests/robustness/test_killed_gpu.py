@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import processes
-from calibration import cases
+from repairs.calibration import cases
 
 DEVICE = os.environ.get("KILLED_ON", "cuda")
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -21,8 +21,8 @@ import json, os, signal, sys
 import moemerge
 job = json.loads(sys.argv[1])
 if job["killed"]:
-    from moemerge.distilling.training import Trainer
-    from moemerge.refitting.loop import RefitLoop
+    from moemerge.repairs.distilling.training import Trainer
+    from moemerge.repairs.refitting.loop import RefitLoop
     place = {"distill": (Trainer, "step"), "refit": (RefitLoop, "_finish_layer")}[job["name"]]
     whole, calls = getattr(*place), []
     def dying(self, *arguments):

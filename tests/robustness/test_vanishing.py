@@ -7,9 +7,9 @@ import pytest
 
 import moemerge
 import zoo
-from calibration import cases
 from moemerge.errors import CheckpointError
 from moemerge.runtime.progress import Silent
+from repairs.calibration import cases
 
 
 def unlink(model):

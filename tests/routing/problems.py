@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moemerge.architectures.rules import Gate, Score
-from moemerge.linalg.cg import LinearOperator
+from moemerge.families.rules import Gate, Score
+from moemerge.routing.cg import LinearOperator
 from moemerge.routing.curvature import (
     Curvature,
     DomainCurvature,

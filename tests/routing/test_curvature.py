@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moemerge.architectures.rules import Gate, Score
 from moemerge.errors import DataError, NumericalError
-from moemerge.linalg.cg import Ending, cg
+from moemerge.families.rules import Gate, Score
 from moemerge.routing import products as module
+from moemerge.routing.cg import Ending, cg
 from moemerge.routing.curvature import (
     Curvature,
     DomainCurvature,

@@ -3,9 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moemerge.architectures.rules import Gate, Score
 from moemerge.errors import UsageError
-from moemerge.linalg.cg import Status
+from moemerge.families.rules import Gate, Score
 from moemerge.routing import (
     DomainFeatures,
     ExactSettings,
@@ -15,6 +14,7 @@ from moemerge.routing import (
     preconditioners,
     solve_router,
 )
+from moemerge.routing.cg import Status
 from moemerge.routing.preconditioners import attempts
 from routing.problems import GATES, make_domains, naive_divergence, tokens_of
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.errors import DataError
+from moemerge.families.rules import BiasPlace, Gate, Score
 from moemerge.routing import Measured, figures, measure_routers
 from moemerge.routing.figures import (
     FIGURES,

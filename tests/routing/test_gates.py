@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.errors import ArchitectureError
+from moemerge.families.rules import BiasPlace, Gate, Score
 from moemerge.routing.gates import (
     divergence,
     divergence_gradient,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moemerge.linalg.cg import Diagonal, Ending, Patience, Status, cg
 from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, preconditioners, solve
+from moemerge.routing.cg import Diagonal, Ending, Patience, Status, cg
 from moemerge.routing.curvature import Curvature
 from moemerge.routing.leading import LeadingDirections, sketched_directions
 from moemerge.routing.preconditioners import (

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moemerge.linalg.cg import Ending, cg
+from moemerge.routing.cg import Ending, cg
 from moemerge.routing.curvature import Curvature
 from moemerge.routing.inverses import cholesky
 from moemerge.routing.preconditioners import (

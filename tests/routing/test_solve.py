@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from calibration.dense import algorithm_one
 from moemerge.errors import DataError, UsageError
-from moemerge.linalg.cg import Status
 from moemerge.routing import (
     Curvature,
     DomainFeatures,
@@ -16,6 +14,8 @@ from moemerge.routing import (
     measure_routers,
     solve_router,
 )
+from moemerge.routing.cg import Status
+from repairs.calibration.dense import algorithm_one
 from routing.problems import GATES, make_domains
 
 SOFTMAX = GATES["softmax"]

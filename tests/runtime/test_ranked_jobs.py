@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 import moemerge
 import quantised_zoo
 import zoo
-from calibration import cases
 from moemerge.statistics import Statistics
+from repairs.calibration import cases
 from together import LIMIT, job, off, together
 
 pytestmark = [pytest.mark.timeout(LIMIT), pytest.mark.slow]

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import moemerge
 import zoo
-from calibration import cases
+from repairs.calibration import cases
 from together import job, off, together
 
 ON_GPU = {"device": "cuda:0", "dtype": "float64"}

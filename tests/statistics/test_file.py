@@ -9,9 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import zoo
-from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import CheckpointError, TokenizerError
+from moemerge.families.architecture import Architecture
 from moemerge.statistics import Provenance, Statistics, StatisticsWriter
 from moemerge.statistics.file import pack_symmetric, packed_size, unpack_symmetric
 from moemerge.statistics.provenance import (

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import quantised_zoo
 import zoo
-from calibration.cases import write_text
+from repairs.calibration.cases import write_text
 from tools.fuzz.harness import command, in_child
 
 HIDDEN, EXPERTS, RANK = 16, 4, 2

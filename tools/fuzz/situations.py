@@ -404,7 +404,7 @@ RETURNED = (
 )
 PLUGIN = """from dataclasses import dataclass
 import torch
-from moemerge.merging.method import BasePolicy, merge_method, param
+from moemerge.methods.method import BasePolicy, merge_method, param
 {at_import}
 
 @dataclass(frozen=True)

@@ -9,13 +9,18 @@ from typing import Any
 
 from torch import Tensor
 
-from moemerge.architectures.opened import OpenModel
-from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
-from moemerge.lockstep.inputs import read_text
-from moemerge.lockstep.journal import Entry
-from moemerge.lockstep.models import MERGED, ChosenRouters, PairedRouter, require_calibratable
-from moemerge.lockstep.request import RepairRequest, open_models, open_output, request_key
-from moemerge.lockstep.streams import Need, Side, Stops, Visitor, open_lockstep, walk
+from moemerge.families.opened import OpenModel
+from moemerge.forward.settings import StreamSettings, batch_tokens, forward_dtype
+from moemerge.repairs.lockstep.inputs import read_text
+from moemerge.repairs.lockstep.journal import Entry
+from moemerge.repairs.lockstep.models import (
+    MERGED,
+    ChosenRouters,
+    PairedRouter,
+    require_calibratable,
+)
+from moemerge.repairs.lockstep.request import RepairRequest, open_models, open_output, request_key
+from moemerge.repairs.lockstep.streams import Need, Side, Stops, Visitor, open_lockstep, walk
 from moemerge.rescaling.settings import RescaleSettings
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress

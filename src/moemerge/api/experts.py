@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any, Unpack
 from moemerge.api.jobs import files_of, output_for, settings_for, uploaded
 from moemerge.api.merging import load_config, merge
 from moemerge.api.repairs import run_repair
-from moemerge.calibration.settings import CALIBRATION
 from moemerge.checkpoint import check_output
 from moemerge.checkpoint.output import temporary_sibling
-from moemerge.composing.settings import ComposeKeywords, ComposeSettings
 from moemerge.config.dump import config_data
 from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelLike
 from moemerge.config.repairs import StepSettings
 from moemerge.config.settings import OutputKeywords, OutputSettings, with_keywords
+from moemerge.conversion.composing.settings import ComposeKeywords, ComposeSettings
 from moemerge.errors import UsageError
-from moemerge.pruning.settings import PRUNE, PruneKeywords, PruneSettings, PruningSettings
-from moemerge.refitting.settings import REFIT
+from moemerge.repairs.calibration.settings import CALIBRATION
+from moemerge.repairs.pruning.settings import PRUNE, PruneKeywords, PruneSettings, PruningSettings
+from moemerge.repairs.refitting.settings import REFIT
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.ranks import alone
 
 if TYPE_CHECKING:
     from moemerge.api.jobs import Files
-    from moemerge.composing.run import ComposeReport
-    from moemerge.lockstep.report import RepairReport
-    from moemerge.pruning.run import PruneReport
+    from moemerge.conversion.composing.run import ComposeReport
+    from moemerge.repairs.lockstep.report import RepairReport
+    from moemerge.repairs.pruning.run import PruneReport
 
 # Settings of a repair after pruning that differ from its defaults. Targets are the original's
 # routing on its own features: on the pruned model's features, its router and the original's agree.
@@ -89,7 +89,7 @@ def prune(
         raise UsageError(
             "no text is given, and experts are scored on text", hint="`data={NAME: FILE.jsonl}`"
         )
-    from moemerge.lockstep.request import RepairRequest
+    from moemerge.repairs.lockstep.request import RepairRequest
 
     progress, out = Silent() if progress is None else progress, Path(out)
     request: RepairRequest[Any] = RepairRequest(
@@ -149,8 +149,8 @@ def compose(
     """
     settings = settings_for(ComposeSettings, settings, keywords, "compose")
     alone("compose")
-    from moemerge.composing.job import load_compose_config
-    from moemerge.composing.run import run_compose
+    from moemerge.conversion.composing.job import load_compose_config
+    from moemerge.conversion.composing.run import run_compose
 
     progress = Silent() if progress is None else progress
     loaded = load_compose_config(config)

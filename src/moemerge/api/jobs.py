@@ -9,51 +9,51 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, get_args
 
-from moemerge.architectures.config_check import check_model_config
-from moemerge.architectures.opened import open_model
 from moemerge.checkpoint.locate import is_local
-from moemerge.collecting.settings import CollectingKeywords, CollectingSettings
 from moemerge.config.faults import parse_settings
 from moemerge.config.fields import LayerSelection, Strict
 from moemerge.config.models import ModelLike, ModelRef
 from moemerge.config.settings import with_keywords
-from moemerge.data.settings import DataKeywords, DataSettings
-from moemerge.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
-from moemerge.errors import UsageError
-from moemerge.evaluation.settings import (
-    EvaluationOutKeywords,
-    EvaluationOutputSettings,
-    EvaluationSettings,
-)
-from moemerge.exporting.settings import (
+from moemerge.conversion.exporting.settings import (
     ExpertLayoutName,
     ExtractLoraKeywords,
     ExtractLoraSettings,
 )
-from moemerge.runtime.progress import Progress, Silent, counted
-from moemerge.runtime.ranks import leads
-from moemerge.text.rows import check_files
-from moemerge.tuning.settings import (
+from moemerge.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
+from moemerge.errors import UsageError
+from moemerge.families.config_check import check_model_config
+from moemerge.families.opened import open_model
+from moemerge.lab.data.settings import DataKeywords, DataSettings
+from moemerge.lab.evaluation.settings import (
+    EvaluationOutKeywords,
+    EvaluationOutputSettings,
+    EvaluationSettings,
+)
+from moemerge.lab.tuning.settings import (
     TuningKeywords,
     TuningOutputKeywords,
     TuningOutputSettings,
     TuningSettings,
 )
+from moemerge.runtime.progress import Progress, Silent, counted
+from moemerge.runtime.ranks import leads
+from moemerge.statistics.collecting.settings import CollectingKeywords, CollectingSettings
+from moemerge.text.rows import check_files
 
 if TYPE_CHECKING:
-    from moemerge.collecting.run import CollectReport
     from moemerge.config.load import LoadedConfig
     from moemerge.config.requests import TextRequest
-    from moemerge.data.job import DataRequest
-    from moemerge.data.run import DataReport
+    from moemerge.conversion.exporting.convert import ConvertReport
+    from moemerge.conversion.exporting.extract_lora import ExtractLoraReport
     from moemerge.diagnosis.results import Diagnosis
     from moemerge.diagnosis.swap import SwapReport
-    from moemerge.evaluation.report import EvaluationReport
-    from moemerge.exporting.convert import ConvertReport
-    from moemerge.exporting.extract_lora import ExtractLoraReport
+    from moemerge.lab.data.job import DataRequest
+    from moemerge.lab.data.run import DataReport
+    from moemerge.lab.evaluation.report import EvaluationReport
+    from moemerge.lab.tuning.output import TuningReport
     from moemerge.merging.extract import ExtractReport
+    from moemerge.statistics.collecting.run import CollectReport
     from moemerge.text.rows import TextSource
-    from moemerge.tuning.output import TuningReport
 
 
 S = TypeVar("S", bound=Strict)
@@ -213,7 +213,7 @@ def extract_lora(
     Pass the settings as one object, or one by one: `extract_lora(..., rank=32)`.
     """
     settings = settings_for(ExtractLoraSettings, settings, keywords, "extract_lora")
-    from moemerge.exporting.extract_lora import extract_lora as run
+    from moemerge.conversion.exporting.extract_lora import extract_lora as run
 
     for one in (model, base):
         check_model_config(open_model(str(one), one))
@@ -234,7 +234,7 @@ def convert(
     `per-expert` is the layout in which most families are published, `fused` that of transformers'
     models in memory.
     """
-    from moemerge.exporting.convert import convert as run
+    from moemerge.conversion.exporting.convert import convert as run
 
     if layout not in get_args(ExpertLayoutName):
         known = ", ".join(get_args(ExpertLayoutName))
@@ -259,8 +259,8 @@ def collect_statistics(
 
     Pass the settings as one object, or one by one: `collect_statistics(..., kind="fisher")`.
     """
-    from moemerge.collecting.job import CollectRequest
-    from moemerge.collecting.run import run_collect
+    from moemerge.statistics.collecting.job import CollectRequest
+    from moemerge.statistics.collecting.run import run_collect
 
     request = CollectRequest(
         model=model,
@@ -293,8 +293,8 @@ def make_data(
     Pass the settings as one object, or one by one: `make_data(..., verify="math", samples=4)`. A
     killed run continues when it is repeated.
     """
-    from moemerge.data.job import DataRequest
-    from moemerge.data.run import run_data
+    from moemerge.lab.data.job import DataRequest
+    from moemerge.lab.data.run import run_data
 
     request = DataRequest(
         model=model,
@@ -312,7 +312,7 @@ def check_recipes(loaded: LoadedConfig) -> None:
     for file, wanted in loaded.texts.items():
         if os.path.exists(file):
             continue
-        from moemerge.data.job import check_request
+        from moemerge.lab.data.job import check_request
 
         request = _data_request(wanted)
         check_request(request)
@@ -326,14 +326,14 @@ def make_texts(loaded: LoadedConfig, progress: Progress) -> None:
         if os.path.exists(file):
             progress.note(f"{file} is there and used as it is; without it, it is made anew")
             continue
-        from moemerge.data.run import run_data
+        from moemerge.lab.data.run import run_data
 
         report = run_data(_data_request(wanted), progress)
         progress.note(f"{file}: {counted(report.kept, 'row')} of text, made by {wanted.model}")
 
 
 def _data_request(wanted: TextRequest) -> DataRequest:
-    from moemerge.data.job import DataRequest
+    from moemerge.lab.data.job import DataRequest
 
     recipe = wanted.recipe
     return DataRequest(
@@ -365,8 +365,8 @@ def tune(
     epochs=1)`. `resume` continues from the last saved state. Under torchrun or `accelerate launch`
     every process must call this function; rank 0 writes.
     """
-    from moemerge.tuning.job import TuningRequest
-    from moemerge.tuning.run import run_tuning
+    from moemerge.lab.tuning.job import TuningRequest
+    from moemerge.lab.tuning.run import run_tuning
 
     output, values = output_for(TuningOutputSettings, keywords, "tune")
     request = TuningRequest(
@@ -399,8 +399,8 @@ def evaluate(
     `out` again, without any model; `models` may then be empty, for all of them. Pass the settings
     as one object, or one by one: `evaluate(..., samples=1, temperature=0)`.
     """
-    from moemerge.evaluation.job import EvaluationRequest
-    from moemerge.evaluation.run import run_evaluation
+    from moemerge.lab.evaluation.job import EvaluationRequest
+    from moemerge.lab.evaluation.run import run_evaluation
 
     output, values = output_for(EvaluationOutputSettings, keywords, "evaluate")
     request = EvaluationRequest(

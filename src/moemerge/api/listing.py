@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moemerge.architectures.describe import Description, describe
-from moemerge.architectures.families import families
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.models import ModelLike
 from moemerge.config.parameters import REQUIRED, BasePolicy, MethodSchema, WrapperSchema
 from moemerge.errors import MoeMergeError, UsageError
+from moemerge.families.describe import Description, describe
+from moemerge.families.families import families
 from moemerge.registry import add_plugin
 from moemerge.runtime.checksums import Verification, verify_checksums
 from moemerge.runtime.process import paused_collector
@@ -218,10 +218,10 @@ def sample(
 def _completions(
     model: ModelLike, prompts: Sequence[str], most: int, device: str, progress: Progress
 ) -> list[str]:
-    from moemerge.generation.engine import CompletionRequest
-    from moemerge.generation.prompts import PromptRow, open_tokenizer, tokenized
-    from moemerge.generation.run import engine_maker, load_engine
-    from moemerge.generation.settings import GenerationSettings
+    from moemerge.lab.generation.engine import CompletionRequest
+    from moemerge.lab.generation.prompts import PromptRow, open_tokenizer, tokenized
+    from moemerge.lab.generation.run import engine_maker, load_engine
+    from moemerge.lab.generation.settings import GenerationSettings
 
     given = {"max_new_tokens": most, "device": device}
     settings = GenerationSettings.model_validate(given)

@@ -21,14 +21,8 @@ from moemerge.api.jobs import (
 )
 from moemerge.api.repairs import run_repair
 from moemerge.api.stages import check_config, staged
-from moemerge.calibration.settings import CALIBRATION, CalibrationKeywords
 from moemerge.checkpoint import check_output
 from moemerge.checkpoint.output import temporary_sibling
-from moemerge.coefficients.settings import (
-    CoefficientKeywords,
-    CoefficientMethod,
-    CoefficientSettings,
-)
 from moemerge.config.faults import parse_settings
 from moemerge.config.fields import LayerSelection
 from moemerge.config.load import LoadedConfig
@@ -46,28 +40,34 @@ from moemerge.config.settings import (
     with_keywords,
 )
 from moemerge.config.yaml_lines import read_document
-from moemerge.data.settings import files_of as config_files
-from moemerge.distilling.settings import DISTILLATION, DistillKeywords
 from moemerge.errors import UsageError
-from moemerge.lockstep.models import check_sources
+from moemerge.lab.data.settings import files_of as config_files
 from moemerge.merging.report import MergeReport
-from moemerge.pruning.settings import PRUNE, PruningKeywords, PruningSettings
-from moemerge.refitting.settings import REFIT, RefitKeywords
 from moemerge.registry import did_you_mean
+from moemerge.repairs.calibration.settings import CALIBRATION, CalibrationKeywords
+from moemerge.repairs.distilling.settings import DISTILLATION, DistillKeywords
+from moemerge.repairs.lockstep.models import check_sources
+from moemerge.repairs.pruning.settings import PRUNE, PruningKeywords, PruningSettings
+from moemerge.repairs.refitting.settings import REFIT, RefitKeywords
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.process import paused_collector
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.ranks import SINGLE, Ranks, alone, asked_for, leads, on_one_machine
+from moemerge.statistics.coefficients.settings import (
+    CoefficientKeywords,
+    CoefficientMethod,
+    CoefficientSettings,
+)
 from moemerge.text.rows import check_text
 
 if TYPE_CHECKING:
     from moemerge.api.jobs import Files
-    from moemerge.calibration.report import CalibrationReport
-    from moemerge.coefficients.run import CoefficientsReport
-    from moemerge.distilling.report import DistillReport
-    from moemerge.lockstep.report import RepairReport
-    from moemerge.pruning.run import PruneReport
-    from moemerge.refitting.report import RefitReport
+    from moemerge.repairs.calibration.report import CalibrationReport
+    from moemerge.repairs.distilling.report import DistillReport
+    from moemerge.repairs.lockstep.report import RepairReport
+    from moemerge.repairs.pruning.run import PruneReport
+    from moemerge.repairs.refitting.report import RefitReport
+    from moemerge.statistics.coefficients.run import CoefficientsReport
 
 ConfigSource = str | Path | Mapping[str, Any] | LoadedConfig
 # How a page names a merge that exists only during `run`.
@@ -137,7 +137,7 @@ def _merge(
     wanted = loaded.statistics
     if wanted is None or wanted.complete:
         return merging.run_merge(job, out, progress, ranks)
-    from moemerge.collecting.run import computed_statistics
+    from moemerge.statistics.collecting.run import computed_statistics
 
     models, device = loaded.merge.models, settings.device
     with computed_statistics(wanted, models, out, device, progress, ranks) as files:
@@ -269,7 +269,7 @@ def _run(
     with uploaded(out, repo, progress), temporary_sibling(out) as folder:
         model = folder / "merged"
         merged = _merge(loaded, model, settings, progress)
-        from moemerge.lockstep.request import RepairRequest
+        from moemerge.repairs.lockstep.request import RepairRequest
 
         done: list[RepairReport] = []
         for requested in loaded.repairs:
@@ -313,8 +313,8 @@ def _validate_repairs(loaded: LoadedConfig) -> None:
 def _validate_pruning(sources: Mapping[str, ModelRef], settings: PruningSettings) -> None:
     """Check how many experts would remain: a merge has as many as its sources."""
     alone("pruning")
-    from moemerge.architectures.opened import open_model
-    from moemerge.pruning.slicing import kept_count
+    from moemerge.families.opened import open_model
+    from moemerge.repairs.pruning.slicing import kept_count
 
     name, model = next(iter(sources.items()))
     kept_count(open_model(name, model), settings.keep)
@@ -389,8 +389,8 @@ def find_coefficients(
     merged model by name, and overrides the config's own `data`. A config with
     `coefficients: OUT` applies the result.
     """
-    from moemerge.coefficients.job import CoefficientsRequest
-    from moemerge.coefficients.run import MAKERS, run_coefficients
+    from moemerge.statistics.coefficients.job import CoefficientsRequest
+    from moemerge.statistics.coefficients.run import MAKERS, run_coefficients
 
     if method not in MAKERS:
         raise UsageError(

@@ -13,26 +13,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from moemerge.api.jobs import files_of, output_for, settings_for, uploaded
-from moemerge.calibration.settings import CALIBRATION, CalibrationKeywords, CalibrationSettings
 from moemerge.config.models import ModelLike
 from moemerge.config.repairs import Repair, RepairSettings
 from moemerge.config.settings import OutputKeywords, OutputSettings, with_keywords
-from moemerge.distilling.settings import DISTILLATION, DistillKeywords, DistillSettings
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
-from moemerge.refitting.settings import REFIT, RefitKeywords, RefitSettings
+from moemerge.repairs.calibration.settings import (
+    CALIBRATION,
+    CalibrationKeywords,
+    CalibrationSettings,
+)
+from moemerge.repairs.distilling.settings import DISTILLATION, DistillKeywords, DistillSettings
+from moemerge.repairs.refitting.settings import REFIT, RefitKeywords, RefitSettings
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.ranks import SINGLE, Ranks, leads
 
 if TYPE_CHECKING:
     from moemerge.api.jobs import Files
-    from moemerge.calibration.report import CalibrationReport
     from moemerge.diagnosis.page import BeforeAndAfter
     from moemerge.diagnosis.results import Diagnosis
-    from moemerge.distilling.report import DistillReport
-    from moemerge.lockstep.report import RepairReport
-    from moemerge.lockstep.request import RepairRequest
-    from moemerge.refitting.report import RefitReport
+    from moemerge.repairs.calibration.report import CalibrationReport
+    from moemerge.repairs.distilling.report import DistillReport
+    from moemerge.repairs.lockstep.report import RepairReport
+    from moemerge.repairs.lockstep.request import RepairRequest
+    from moemerge.repairs.refitting.report import RefitReport
 
 
 class CalibrateKeywords(CalibrationKeywords, OutputKeywords, total=False):
@@ -152,7 +156,7 @@ def _repair_model(
     """Run a repair as its Python function was called."""
     output, values = output_for(OutputSettings, keywords, repair.verb)
     settings = settings_for(repair.settings, settings, values, repair.verb)
-    from moemerge.lockstep.request import RepairRequest
+    from moemerge.repairs.lockstep.request import RepairRequest
 
     request = RepairRequest(
         merged=merged,
@@ -231,7 +235,7 @@ def run_repair(
 def _report_figures(report: RepairReport, figures: Mapping[str, Any], progress: Progress) -> None:
     """Add the figures to OUT, and warn if a loss rose."""
     from moemerge.diagnosis.page import loss_notices
-    from moemerge.lockstep.output_files import add_diagnosis
+    from moemerge.repairs.lockstep.output_files import add_diagnosis
 
     for notice in loss_notices(figures):
         progress.note(notice)

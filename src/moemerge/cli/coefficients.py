@@ -10,10 +10,10 @@ import typer
 from moemerge import api
 from moemerge.cli.flags import Config, Reporting, verb
 from moemerge.cli.render import NumberTable
-from moemerge.coefficients.settings import CoefficientMethod, CoefficientSettings
+from moemerge.statistics.coefficients.settings import CoefficientMethod, CoefficientSettings
 
 if TYPE_CHECKING:
-    from moemerge.coefficients.run import CoefficientsReport
+    from moemerge.statistics.coefficients.run import CoefficientsReport
 
 EXAMPLES = """
   moemerge coefficients acm ties.yml acm.yml \\

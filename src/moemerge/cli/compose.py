@@ -11,10 +11,10 @@ from moemerge.checkpoint import format_size
 from moemerge.cli.console import interruptible, remaining_work
 from moemerge.cli.flags import Config, Out, Reporting, verb
 from moemerge.cli.render import Samples, show_samples
-from moemerge.composing.settings import ComposeSettings
+from moemerge.conversion.composing.settings import ComposeSettings
 
 if TYPE_CHECKING:
-    from moemerge.composing.run import ComposeReport
+    from moemerge.conversion.composing.run import ComposeReport
 
 EXAMPLES = """
   moemerge compose moe.yml composed/

@@ -11,11 +11,11 @@ from moemerge import api
 from moemerge.checkpoint import format_size
 from moemerge.cli.flags import ModelArgument, Out, Reporting, verb
 from moemerge.cli.render import facts
-from moemerge.exporting.settings import ExtractLoraSettings
+from moemerge.conversion.exporting.settings import ExtractLoraSettings
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
-    from moemerge.exporting.extract_lora import ExtractLoraReport
+    from moemerge.conversion.exporting.extract_lora import ExtractLoraReport
 
 CONVERT_EXAMPLES = """
   moemerge convert merged/ fused/ --layout fused

@@ -12,13 +12,13 @@ from moemerge import api
 from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import ModelArgument, Reporting, verb
 from moemerge.cli.render import facts
-from moemerge.data.settings import DataSettings
+from moemerge.lab.data.settings import DataSettings
 from moemerge.runtime.journals import completions_path
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
-    from moemerge.data.run import DataReport
-    from moemerge.generation.run import Counts
+    from moemerge.lab.data.run import DataReport
+    from moemerge.lab.generation.run import Counts
 
 EXAMPLES = """
   moemerge data org/math math.jsonl --prompts gsm8k_train.jsonl --verify math \\

@@ -15,7 +15,7 @@ from moemerge.cli.flags import Device, Json, Quiet, verb
 from moemerge.errors import UsageError
 
 if TYPE_CHECKING:
-    from moemerge.testbed.demo import Demo, DemoRow
+    from moemerge.lab.testbed.demo import Demo, DemoRow
 
 EXAMPLES = """
   moemerge demo
@@ -63,8 +63,8 @@ def demo(
     from dataclasses import asdict
 
     from moemerge import api
-    from moemerge.testbed import bundled_set, open_set
-    from moemerge.testbed.demo import PROBLEMS, Demo, findings, one_thread
+    from moemerge.lab.testbed import bundled_set, open_set
+    from moemerge.lab.testbed.demo import PROBLEMS, Demo, findings, one_thread
 
     specialists = bundled_set() if trained is None else open_set(trained)
     if path:

@@ -12,14 +12,19 @@ from moemerge import api
 from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import Reporting, verb
 from moemerge.cli.render import NumberTable, facts
-from moemerge.evaluation.settings import EvaluationOutputSettings, EvaluationSettings
+from moemerge.lab.evaluation.settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.report.words import short, with_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moemerge.evaluation.report import EvaluationReport, MeanScore, PairedDifference, ResultRow
-    from moemerge.evaluation.text_losses import LossDifference, TextPerplexity
+    from moemerge.lab.evaluation.report import (
+        EvaluationReport,
+        MeanScore,
+        PairedDifference,
+        ResultRow,
+    )
+    from moemerge.lab.evaluation.text_losses import LossDifference, TextPerplexity
 
 EXAMPLES = """
   moemerge evaluate merged/ calibrated/ --task gsm8k --task math500 \\

@@ -23,9 +23,9 @@ from moemerge.runtime import ranks
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
-    from moemerge.architectures.describe import Description
-    from moemerge.lockstep.report import RepairReport
+    from moemerge.families.describe import Description
     from moemerge.merging.report import MergeReport
+    from moemerge.repairs.lockstep.report import RepairReport
 
 SHOWN_NAMES = 3  # names per reason without --verbose
 

@@ -16,11 +16,11 @@ from moemerge.report.words import Quantity, percent, with_error
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
-    from moemerge.calibration.report import CalibrationReport
-    from moemerge.distilling.report import DistillReport
-    from moemerge.lockstep.report import RepairReport
-    from moemerge.pruning.run import PruneReport
-    from moemerge.refitting.report import RefitReport
+    from moemerge.repairs.calibration.report import CalibrationReport
+    from moemerge.repairs.distilling.report import DistillReport
+    from moemerge.repairs.lockstep.report import RepairReport
+    from moemerge.repairs.pruning.run import PruneReport
+    from moemerge.repairs.refitting.report import RefitReport
 
 
 # --- a calibration --------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def distill_report(report: DistillReport, *, verbose: bool) -> RenderableType:
 
 def _table(report: RefitReport, *, verbose: bool) -> NumberTable:
     """Return drift per source and the residual error; `verbose` adds that of each map."""
-    from moemerge.refitting.report import kind_of, map_errors
+    from moemerge.repairs.refitting.report import kind_of, map_errors
 
     names = list(report.sources)
     keys = ["layer", "map"] if verbose else ["layer"]

@@ -11,11 +11,11 @@ from rich.text import Text
 from moemerge import api
 from moemerge.checkpoint import format_size
 from moemerge.cli.flags import ModelArgument, Reporting, verb
-from moemerge.collecting.settings import CollectingSettings
 from moemerge.runtime.progress import counted
+from moemerge.statistics.collecting.settings import CollectingSettings
 
 if TYPE_CHECKING:
-    from moemerge.collecting.run import CollectReport
+    from moemerge.statistics.collecting.run import CollectReport
 
 EXAMPLES = """
   moemerge stats org/math math.stats --data math.jsonl

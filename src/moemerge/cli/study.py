@@ -13,12 +13,12 @@ from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Reporting, verb
 from moemerge.cli.render import NumberTable
 from moemerge.errors import NumericalError
-from moemerge.experiments.settings import StudySettings
+from moemerge.lab.experiments.settings import StudySettings
 
 if TYPE_CHECKING:
-    from moemerge.experiments.estimate import StudyEstimate
-    from moemerge.experiments.study import StudyReport
-    from moemerge.experiments.tables import TextTable
+    from moemerge.lab.experiments.estimate import StudyEstimate
+    from moemerge.lab.experiments.study import StudyReport
+    from moemerge.lab.experiments.tables import TextTable
 
 EXAMPLES = """
   moemerge study examples/paper/small/study.yml results/
@@ -48,10 +48,10 @@ def study(
 
     A repeated run resumes, and measures only new cells.
     """
-    from moemerge.experiments.plan import plan_study
-    from moemerge.experiments.report import legend
-    from moemerge.experiments.study import expect, run_study
-    from moemerge.experiments.study_file import load_study, parse_overrides
+    from moemerge.lab.experiments.plan import plan_study
+    from moemerge.lab.experiments.report import legend
+    from moemerge.lab.experiments.study import expect, run_study
+    from moemerge.lab.experiments.study_file import load_study, parse_overrides
 
     plan = plan_study(load_study(file, parse_overrides(overrides or ())))
     if dry_run:
@@ -72,7 +72,7 @@ def study(
 
 
 def _expected(expected: StudyEstimate) -> list[Text | NumberTable]:
-    from moemerge.experiments.estimate import shown_bytes
+    from moemerge.lab.experiments.estimate import shown_bytes
 
     def count(number: int | None) -> str:
         return "" if number is None else f"{number:,}"
@@ -101,7 +101,7 @@ def _expected(expected: StudyEstimate) -> list[Text | NumberTable]:
 
 def _shown_tables(report: StudyReport, legend: str) -> Group:
     """Return the verdicts and the main table of every experiment with its heading."""
-    from moemerge.experiments.report import main_table, perplexity_table, verdicts
+    from moemerge.lab.experiments.report import main_table, perplexity_table, verdicts
 
     parts: list[Text | NumberTable] = []
     for summary in report.summaries:

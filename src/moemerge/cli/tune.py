@@ -11,12 +11,12 @@ from moemerge import api
 from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import ModelArgument, Out, Reporting, given, verb
 from moemerge.cli.render import facts
+from moemerge.lab.tuning.settings import TuningOutputSettings, TuningSettings
 from moemerge.runtime.journals import saved_path
 from moemerge.runtime.progress import counted
-from moemerge.tuning.settings import TuningOutputSettings, TuningSettings
 
 if TYPE_CHECKING:
-    from moemerge.tuning.output import TuningReport
+    from moemerge.lab.tuning.output import TuningReport
 
 EXAMPLES = """
   moemerge tune org/base math/ --data math.jsonl --preset paper

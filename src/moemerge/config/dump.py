@@ -21,7 +21,7 @@ from moemerge.config.parameter_values import Conditional, Gradient, plain
 from moemerge.config.parameters import MethodSchema, WrapperSchema
 from moemerge.config.schema import REPAIRS, RunConfig
 from moemerge.config.yaml_lines import Dumper
-from moemerge.data.settings import DataRecipe
+from moemerge.lab.data.settings import DataRecipe
 
 # Blocks that are written with their defaults, which a later version may change.
 _ALWAYS = tuple(repair.key for repair in REPAIRS)

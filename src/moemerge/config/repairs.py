@@ -29,7 +29,7 @@ from moemerge.config.settings import (
     LayersForm,
     Share,
 )
-from moemerge.data.settings import NamedTexts
+from moemerge.lab.data.settings import NamedTexts
 
 M = TypeVar("M")
 

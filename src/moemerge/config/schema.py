@@ -10,8 +10,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
-from moemerge.calibration.settings import CALIBRATION
-from moemerge.collecting.settings import CollectingBlock
 from moemerge.config.faults import Fault, FaultsError, Path, listed
 from moemerge.config.fields import (
     ChatTemplateField,
@@ -32,10 +30,12 @@ from moemerge.config.fields import (
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import BasePolicy, MethodSchema
 from moemerge.config.repairs import Repair, RepairBlock
-from moemerge.data.settings import NamedTexts
-from moemerge.distilling.settings import DISTILLATION
-from moemerge.pruning.settings import PRUNE
-from moemerge.refitting.settings import REFIT
+from moemerge.lab.data.settings import NamedTexts
+from moemerge.repairs.calibration.settings import CALIBRATION
+from moemerge.repairs.distilling.settings import DISTILLATION
+from moemerge.repairs.pruning.settings import PRUNE
+from moemerge.repairs.refitting.settings import REFIT
+from moemerge.statistics.collecting.settings import CollectingBlock
 
 # Pruning and all repairs. An earlier one may be followed by a later one, whose report keeps its
 # part.

@@ -9,20 +9,20 @@ from pathlib import Path
 
 from torch import Tensor
 
-from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.config.models import ModelLike
 from moemerge.diagnosis.results import MODEL
 from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import UsageError
-from moemerge.features.losses import LOSS_TOKENS, NextTokenLoss
-from moemerge.features.settings import (
+from moemerge.families.opened import OpenModel, open_model
+from moemerge.forward.losses import LOSS_TOKENS, NextTokenLoss
+from moemerge.forward.settings import (
     StreamSettings,
     forward_dtype,
     logit_batch_tokens,
     vocabulary_size,
 )
-from moemerge.lockstep.experts import find_maps
-from moemerge.lockstep.inputs import (
+from moemerge.repairs.lockstep.experts import find_maps
+from moemerge.repairs.lockstep.inputs import (
     JobText,
     check_domain,
     check_names,
@@ -30,7 +30,7 @@ from moemerge.lockstep.inputs import (
     read_text,
     require_streamable,
 )
-from moemerge.lockstep.models import (
+from moemerge.repairs.lockstep.models import (
     ChosenRouters,
     PairedRouter,
     pair_routing,
@@ -38,7 +38,7 @@ from moemerge.lockstep.models import (
     require_same_family,
     with_routers_of,
 )
-from moemerge.lockstep.streams import Need, Side
+from moemerge.repairs.lockstep.streams import Need, Side
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.ranks import Ranks, own_device
 from moemerge.text.batches import Batch, make_batches, own_share

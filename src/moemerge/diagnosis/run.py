@@ -17,9 +17,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from moemerge.architectures.architecture import RouterInfo
-from moemerge.architectures.describe import describe_gate
-from moemerge.architectures.opened import OpenModel
 from moemerge.config.documents import CalibrationDocument, RefitDocument, parse_document
 from moemerge.config.settings import as_flags, plugin_flags
 from moemerge.diagnosis.advice import Measurements, advise
@@ -46,13 +43,16 @@ from moemerge.diagnosis.results import (
 from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.diagnosis.verdict import NOTICEABLE, verdict_of
 from moemerge.errors import ArchitectureError, MoeMergeError
-from moemerge.features.losses import DocumentLosses, MeanLoss
-from moemerge.features.router_stream import RouterStop
-from moemerge.lockstep.experts import ExpertMap
-from moemerge.lockstep.inputs import settings_data
-from moemerge.lockstep.models import PairedRouter
-from moemerge.lockstep.output import Output
-from moemerge.lockstep.streams import Stops, Visitor, open_lockstep, walk
+from moemerge.families.architecture import RouterInfo
+from moemerge.families.describe import describe_gate
+from moemerge.families.opened import OpenModel
+from moemerge.forward.losses import DocumentLosses, MeanLoss
+from moemerge.forward.router_stream import RouterStop
+from moemerge.repairs.lockstep.experts import ExpertMap
+from moemerge.repairs.lockstep.inputs import settings_data
+from moemerge.repairs.lockstep.models import PairedRouter
+from moemerge.repairs.lockstep.output import Output
+from moemerge.repairs.lockstep.streams import Stops, Visitor, open_lockstep, walk
 from moemerge.report.files import REPORT_NAME
 from moemerge.report.words import display_names
 from moemerge.routing.figures import FIGURES

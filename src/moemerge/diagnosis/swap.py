@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint import CheckpointPatch, check_output, require_space
 from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelLike
 from moemerge.errors import ArchitectureError, NumericalError
-from moemerge.lockstep.models import (
+from moemerge.families.opened import OpenModel, open_model
+from moemerge.repairs.lockstep.models import (
     layers_among,
     pair_routing,
     require_same_family,

@@ -1,9 +1,9 @@
 """Merge models out of core: plan every tensor, then stream the plan."""
 
-from moemerge.merging import methods as methods  # registers the methods
-from moemerge.merging.method import METHODS, load_plugins, merge_method
+from moemerge import methods as methods  # registers the methods
 from moemerge.merging.run import MergeJob, plan_merge, run_merge, write_placeholder
-from moemerge.merging.wrapper import WRAPPERS, merge_wrapper
+from moemerge.methods.method import METHODS, load_plugins, merge_method
+from moemerge.methods.wrapper import WRAPPERS, merge_wrapper
 
 __all__ = [
     "METHODS",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from moemerge.architectures.layout import projection_of
-from moemerge.architectures.roles import Role, Unit
 from moemerge.config.coefficients import (
     KEY,
     LETTERS,
@@ -19,6 +17,8 @@ from moemerge.config.faults import Fault
 from moemerge.config.parameter_values import ParameterReader, TensorContext
 from moemerge.config.parameters import Scalar
 from moemerge.errors import ConfigError
+from moemerge.families.layout import projection_of
+from moemerge.families.roles import Role, Unit
 from moemerge.merging.plan import NeuronScale
 from moemerge.runtime.lazy import torch
 

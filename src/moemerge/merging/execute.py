@@ -24,9 +24,6 @@ from moemerge.errors import CheckpointError, ResourceError
 from moemerge.merging.coefficients import neuron_shares
 from moemerge.merging.finite import FiniteCheck
 from moemerge.merging.kept import ModelKeeper
-from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo
-from moemerge.merging.methods._sparsify import Deltas, Run
-from moemerge.merging.methods._task_vectors import flat_difference
 from moemerge.merging.plan import (
     LargeUnit,
     MergeBlock,
@@ -38,7 +35,10 @@ from moemerge.merging.plan import (
 )
 from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
-from moemerge.merging.wrapper import around
+from moemerge.methods._sparsify import Deltas, Run
+from moemerge.methods._task_vectors import flat_difference
+from moemerge.methods.method import ModelTensor, StoppedError, UnitInfo
+from moemerge.methods.wrapper import around
 from moemerge.runtime.devices import OwnStream, cpu_count, is_out_of_memory, prepare_for_threads
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.lazy import torch

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moemerge.architectures.opened import OpenModel, open_model
-from moemerge.architectures.roles import Unit
 from moemerge.checkpoint import Checkpoint, CheckpointPatch, check_output, require_space
 from moemerge.checkpoint.folder import SINGLE, is_weights
 from moemerge.checkpoint.output import KEPT_FOLDER
@@ -21,6 +19,8 @@ from moemerge.checkpoint.tensors import RowRange
 from moemerge.config.documents import KeptDocument, parse_document
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError, NumericalError, UsageError
+from moemerge.families.opened import OpenModel, open_model
+from moemerge.families.roles import Unit
 from moemerge.merging.kept import KEPT_MANIFEST, LEFT, MASK, REST, RIGHT, part_name, rebuild_unit
 from moemerge.merging.matching import UnitIndex, require_one_family, require_shape
 from moemerge.registry import did_you_mean

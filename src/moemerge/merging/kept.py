@@ -18,15 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from moemerge.architectures.opened import OpenModel
-from moemerge.architectures.roles import Unit
 from moemerge.checkpoint import CheckpointWriter, TensorInfo
 from moemerge.checkpoint.folder import SINGLE
 from moemerge.checkpoint.output import KEPT_FOLDER
 from moemerge.checkpoint.patch import DEFAULT_SHARD_BYTES
 from moemerge.config.schema import Keep, KeptModels
-from moemerge.merging.methods._spectra import Spectrum
+from moemerge.families.opened import OpenModel
+from moemerge.families.roles import Unit
 from moemerge.merging.plan import MergePlan, UnitMerge
+from moemerge.methods._spectra import Spectrum
 from moemerge.report.files import report_bytes
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.files import file_digest

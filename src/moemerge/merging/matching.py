@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from moemerge.architectures.architecture import Architecture
-from moemerge.architectures.opened import OpenModel
-from moemerge.architectures.roles import WHOLE, Role, Unit
 from moemerge.checkpoint import TensorInfo
 from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
 from moemerge.errors import ArchitectureError, CheckpointError, ConfigError
+from moemerge.families.architecture import Architecture
+from moemerge.families.opened import OpenModel
+from moemerge.families.roles import WHOLE, Role, Unit
 from moemerge.merging.plan import Account, MergeBlock
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.progress import counted, first_few

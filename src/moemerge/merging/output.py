@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import main_dtype
 from moemerge.errors import ArchitectureError, TokenizerError
+from moemerge.families.opened import OpenModel
 from moemerge.merging.plan import MergePlan
 from moemerge.merging.tokenizer.embeddings import Vocabularies
 from moemerge.merging.tokenizer.plan import TokenizerPlan

@@ -19,15 +19,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moemerge.architectures.opened import OpenModel
-from moemerge.architectures.roles import WHOLE, Slot, Unit
 from moemerge.checkpoint import Checkpoint, TensorInfo
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.tensors import RowRange
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError
-from moemerge.merging.method import MergeMethod
-from moemerge.merging.wrapper import Wrap
+from moemerge.families.opened import OpenModel
+from moemerge.families.roles import WHOLE, Slot, Unit
+from moemerge.methods.method import MergeMethod
+from moemerge.methods.wrapper import Wrap
 from moemerge.runtime.dtypes import Dtype
 from moemerge.statistics.file import Statistics
 

@@ -7,19 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, cast
 
-from moemerge.architectures.names import with_layer
-from moemerge.architectures.opened import OpenModel, open_model
-from moemerge.architectures.roles import ROUTING_ROLES, WHOLE, Role, Unit
 from moemerge.checkpoint import TensorInfo
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.config.load import LoadedConfig
 from moemerge.config.parameter_values import ParameterReader, TensorContext
 from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
 from moemerge.errors import ArchitectureError, CheckpointError
+from moemerge.families.names import with_layer
+from moemerge.families.opened import OpenModel, open_model
+from moemerge.families.roles import ROUTING_ROLES, WHOLE, Role, Unit
 from moemerge.merging import matching
 from moemerge.merging.coefficients import Weighing
 from moemerge.merging.matching import Destination, Destinations, PlannedKinds, UnitIndex
-from moemerge.merging.method import METHODS, MergeMethod, UnitInfo, yaml_key
 from moemerge.merging.plan import (
     MERGED,
     Account,
@@ -34,7 +33,8 @@ from moemerge.merging.plan import (
     split_into_blocks,
 )
 from moemerge.merging.tokenizer.embeddings import Vocabularies
-from moemerge.merging.wrapper import WRAPPERS, Wrap
+from moemerge.methods.method import METHODS, MergeMethod, UnitInfo, yaml_key
+from moemerge.methods.wrapper import WRAPPERS, Wrap
 from moemerge.runtime.dtypes import parse_dtype
 
 Planned = tuple[TensorInfo, list[MergeBlock]]  # an output tensor and its blocks

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from moemerge.merging.method import Facts, Remark
 from moemerge.merging.plan import Fate, MergePlan
+from moemerge.methods.method import Facts, Remark
 from moemerge.runtime.progress import counted, first_few
 
 

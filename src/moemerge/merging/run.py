@@ -11,9 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moemerge.architectures.config_check import check_config
-from moemerge.architectures.opened import OpenModel, check_configs
-from moemerge.architectures.rules import CONFIG_HINT
 from moemerge.checkpoint import (
     CheckpointWriter,
     check_output,
@@ -30,6 +27,9 @@ from moemerge.config.load import LoadedConfig
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.config.settings import MergeSettings, as_flags
 from moemerge.errors import ArchitectureError, UsageError
+from moemerge.families.config_check import check_config
+from moemerge.families.opened import OpenModel, check_configs
+from moemerge.families.rules import CONFIG_HINT
 from moemerge.merging.execute import DEFAULT_MEMORY_BUDGET, ExecutionSettings, execute
 from moemerge.merging.kept import ModelKeeper, kept_tensors
 from moemerge.merging.output import OutputFiles, merge_output_files

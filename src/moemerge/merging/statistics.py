@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moemerge.architectures.opened import OpenModel
 from moemerge.config.parameters import StatisticsKind
 from moemerge.config.requests import StatisticsRequest
 from moemerge.errors import CheckpointError, MoeMergeError, NumericalError
-from moemerge.merging.method import Remark, UnitInfo
+from moemerge.families.opened import OpenModel
 from moemerge.merging.plan import MergePlan, UnitInput, UnitMerge
+from moemerge.methods.method import Remark, UnitInfo
 from moemerge.statistics.file import Statistics, UnitStatistics, stored_shape
 
 if TYPE_CHECKING:

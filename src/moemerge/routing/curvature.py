@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moemerge.architectures.rules import Gate
 from moemerge.errors import NumericalError
-from moemerge.linalg.cg import LinearOperator
+from moemerge.families.rules import Gate
+from moemerge.routing.cg import LinearOperator
 from moemerge.routing.gates import (
     Curvature,
     TokenWeights,

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moemerge.architectures.rules import Gate, Score
 from moemerge.errors import UsageError
-from moemerge.linalg.cg import Ending, Resting, Status
+from moemerge.families.rules import Gate, Score
+from moemerge.routing.cg import Ending, Resting, Status
 from moemerge.routing.curvature import DomainCurvature, RouterCurvature
 from moemerge.routing.gates import divergence
 from moemerge.routing.preconditioners import (

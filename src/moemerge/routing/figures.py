@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from moemerge.architectures.rules import Gate
+from moemerge.families.rules import Gate
 from moemerge.report.words import FigureWords, Quantity
 from moemerge.routing.gates import (
     Curvature,

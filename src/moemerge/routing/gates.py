@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.errors import ArchitectureError
+from moemerge.families.rules import BiasPlace, Gate, Score
 
 # Below this, log softplus(z) = z - e^z/2 to float64's last digits, and softplus would underflow.
 _SOFTPLUS_TAIL = -18.0

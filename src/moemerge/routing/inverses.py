@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moemerge.linalg.cg import Diagonal, LinearOperator
+from moemerge.routing.cg import Diagonal, LinearOperator
 from moemerge.routing.curvature import RouterCurvature
 
 # The first jitter to try if a Cholesky factorisation fails, relative to the mean diagonal.

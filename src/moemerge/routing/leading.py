@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moemerge.kernels.fused import Shift
 from moemerge.kernels.splitting import split
-from moemerge.linalg.cg import LinearOperator
+from moemerge.routing.cg import LinearOperator
 from moemerge.routing.curvature import DomainCurvature, RouterCurvature
 from moemerge.routing.gates import TokenWeights
 from moemerge.routing.inverses import KroneckerFactors, cholesky

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moemerge.architectures.rules import Gate
 from moemerge.errors import DataError
+from moemerge.families.rules import Gate
 from moemerge.routing.figures import (
     FIGURES,
     FLOWS,

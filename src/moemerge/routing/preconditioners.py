@@ -31,7 +31,7 @@ from enum import StrEnum
 
 import torch
 
-from moemerge.linalg.cg import Diagonal, Identity, LinearOperator, Patience
+from moemerge.routing.cg import Diagonal, Identity, LinearOperator, Patience
 from moemerge.routing.curvature import RouterCurvature
 from moemerge.routing.inverses import KroneckerFactors, block_inverse
 from moemerge.routing.leading import (

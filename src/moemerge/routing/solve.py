@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from moemerge.architectures.rules import Gate
 from moemerge.errors import DataError, UsageError
-from moemerge.linalg.cg import CGResult, Ending, Status, cg
+from moemerge.families.rules import Gate
+from moemerge.routing.cg import CGResult, Ending, Status, cg
 from moemerge.routing.curvature import DomainCurvature, RouterCurvature
 from moemerge.routing.gates import Curvature
 from moemerge.routing.preconditioners import BuiltPreconditioner, Preconditioner, attempts

@@ -1,8 +1,8 @@
 """The store of JSON lines, and the paths of the files that unfinished work is stored in.
 
 `LineStore` holds completions, judgements and the measured cells of a study. Its counterpart for
-tensors is `moemerge.lockstep.journal`. Paths are defined here, apart from the jobs, so that the
-message about an interrupted run can name them without importing the job.
+tensors is `moemerge.repairs.lockstep.journal`. Paths are defined here, apart from the jobs, so
+that the message about an interrupted run can name them without importing the job.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every private name of torch that this package needs, each with the reason.
 
 These are not in `features/compat.py`, because `kernels` and `checkpoint` need them: packages below
-`features`, which must not import transformers. `tests/features/test_compat.py` has a test for each.
+`features`, which must not import transformers. `tests/forward/test_compat.py` has a test for each.
 Checked with torch 2.13; 2.9 is the oldest supported release.
 """
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.config.documents import StatisticsDocument, parse_document
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, NumericalError, TokenizerError
+from moemerge.families.architecture import Architecture
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.files import parse_object
 from moemerge.runtime.lazy import torch

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moemerge.architectures.architecture import Architecture
-from moemerge.architectures.roles import Unit
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.errors import TokenizerError
+from moemerge.families.architecture import Architecture
+from moemerge.families.roles import Unit
 from moemerge.runtime.files import VOCABULARIES, read_file
 from moemerge.runtime.lazy import torch
 

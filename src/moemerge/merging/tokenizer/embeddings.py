@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from moemerge.architectures.opened import OpenModel
-from moemerge.architectures.roles import Role, Unit
 from moemerge.checkpoint import locate
 from moemerge.config.models import ModelRef
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.config.schema import TokenizerSettings
 from moemerge.errors import TokenizerError
+from moemerge.families.opened import OpenModel
+from moemerge.families.roles import Role, Unit
 from moemerge.merging.plan import Prepare
 from moemerge.merging.tokenizer.plan import (
     MISSING,

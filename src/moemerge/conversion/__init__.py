@@ -1,0 +1,1 @@
+"""Change what a model consists of: compose, extract adapters, convert layouts."""

@@ -1,0 +1,1 @@
+"""Evaluate, generate text, tune and study models: uses the core, which never imports it."""

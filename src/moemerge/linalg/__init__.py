@@ -1,1 +1,0 @@
-"""Matrix-free linear operators and the conjugate gradient method."""

@@ -1,0 +1,1 @@
+"""Repair merged models layer by layer."""

@@ -1,6 +1,0 @@
-"""Three domains of generated problems with automatic checking: math, code and chat."""
-
-from moemerge.testbed.tasks.checking import check, check_all
-from moemerge.testbed.tasks.drawing import DOMAINS, KINDS, Problem, ProblemKind, Split, problems
-
-__all__ = ["DOMAINS", "KINDS", "Problem", "ProblemKind", "Split", "check", "check_all", "problems"]

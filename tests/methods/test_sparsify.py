@@ -1,0 +1,193 @@
+"""Random masks and the choice of the largest elements."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from moemerge.methods._selection import (
+    ascending_order,
+    drop_cut_,
+    keep_largest_,
+    kept_count,
+    magnitude_cut,
+)
+from moemerge.methods._sparsify import Stream, _finalise, keep_threshold
+
+CPU = torch.device("cpu")
+
+
+def keep_randomly_(values, probability, seed):
+    Stream(seed, values.numel(), CPU).thin_(values, 0, keep_threshold(probability))
+
+
+N = 1 << 18
+
+
+def draws(seed, start=0, count=N):
+    return Stream(seed, count, CPU).draw(start, count).clone()
+
+
+def uniform(seed, **kw):
+    return (draws(seed, **kw).double() + 2**15) / 2**16
+
+
+def test_against_plain_integers():
+    """The arithmetic wraps like 32-bit words, in vector bodies and in their tails; an element
+    has one half of its word, wherever a draw begins."""
+
+    def mix64(x):
+        m = 2**64 - 1
+        x = (x + 0x9E3779B97F4A7C15) & m
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & m
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & m
+        return x ^ (x >> 31)
+
+    def reference(seed, index):
+        w = 2**32 - 1
+        word = index // 2
+        key = mix64(seed + (word >> 32) * 0xD1342543DE82EF95)
+        h = ((word & w) * 0x9E3779B9 + key) & w
+        h = ((h ^ (h >> 16)) * 0x7FEB352D + (key >> 32)) & w
+        h = ((h ^ (h >> 15)) * 0x846CA68B) & w
+        h ^= h >> 16
+        half = (h >> 16) if index % 2 else h & 0xFFFF
+        return half - 2**16 if half >= 2**15 else half
+
+    for start in (0, 5, 2**31 - 3, 2**33 - 8, 2**33 - 7, 2**40 + 17):
+        got = draws(12345678901234567, start, 37).tolist()
+        assert got == [reference(12345678901234567, start + i) for i in range(37)]
+
+
+def test_any_split_gives_the_same_numbers():
+    whole = draws(99, 0, 1000)
+    stream = Stream(99, 300, CPU)
+    parts = [stream.draw(s, min(300, 1000 - s)).clone() for s in range(0, 1000, 300)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 2**62 + 1])
+def test_moments_and_chi_square(seed):
+    u = uniform(seed)
+    sigma = math.sqrt(1 / 12 / N)
+    assert abs(u.mean() - 0.5) < 5 * sigma
+    assert abs(u.var() - 1 / 12) < 5 * math.sqrt(1 / 180 / N)
+    cells = 1024
+    counts = torch.histc(u, cells, 0, 1)
+    chi2 = ((counts - N / cells) ** 2 / (N / cells)).sum()
+    assert abs(chi2 - (cells - 1)) < 5 * math.sqrt(2 * (cells - 1))
+
+
+def test_neighbouring_indexes_and_streams_are_independent():
+    bound = 5 / math.sqrt(N)
+    u = uniform(7) - 0.5
+    for lag in (1, 2, 3, 64, 1024, 2048):
+        assert abs((u[lag:] * u[:-lag]).mean() * 12) < bound
+    for other in (6, 8, 7 + 2**32, 7 + 2**40):
+        v = uniform(other) - 0.5
+        assert abs((u * v).mean() * 12) < bound
+        # nor is one stream a shifted copy of the other
+        mine, theirs = (draws(s, count=8192).view(torch.int32).tolist() for s in (7, other))
+        assert len(set(mine) & set(theirs)) < 4
+    # pairs of neighbours fill the square evenly
+    cells = 32
+    at = (uniform(7) * cells).long()
+    pairs = torch.bincount(at[:-1] * cells + at[1:], minlength=cells**2).double()
+    chi2 = ((pairs - (N - 1) / cells**2) ** 2 / ((N - 1) / cells**2)).sum()
+    assert abs(chi2 - (cells**2 - 1)) < 5 * math.sqrt(2 * cells**2)
+
+
+def test_each_bit_of_the_index_matters():
+    a = draws(3, 0, 1 << 16)
+    for bit in range(16):
+        i = torch.arange(1 << 16)
+        flips = a ^ a[i ^ (1 << bit)]
+        ones = sum(((flips >> k) & 1).double().mean() for k in range(16))
+        assert abs(ones - 8) < 0.4
+
+
+@pytest.mark.parametrize("p", [0.0, 0.001, 0.4, 0.999, 1.0])
+def test_keep_probability(p):
+    values = torch.ones(N)
+    keep_randomly_(values, p, 5)
+    assert abs(values.mean() - p) <= 5 * math.sqrt(p * (1 - p) / N)
+    assert set(values.unique().tolist()) <= {0.0, 1.0}
+
+
+def test_the_hash_is_that_of_unsigned_arithmetic():
+    """lowbias32 with a key added after the first round, in numpy's unsigned integers."""
+    words = torch.randint(-(2**31), 2**31, (10_001,), dtype=torch.int32)
+    h = words.numpy().view(np.uint32).copy()
+    h = (h ^ (h >> 16)) * np.uint32(0x7FEB352D) + np.uint32(0xDEADBEEF)
+    h = (h ^ (h >> 15)) * np.uint32(0x846CA68B)
+    h ^= h >> 16
+    _finalise(words, torch.empty_like(words), 0xDEADBEEF)
+    assert torch.equal(words, torch.from_numpy(h.view(np.int32)))
+
+
+def test_kept_values_are_untouched_in_both_precisions():
+    for dtype in (torch.float32, torch.float64):
+        values = torch.randn(10_001, dtype=dtype)
+        masked = values.clone()
+        keep_randomly_(masked, 0.5, 11)
+        kept = masked != 0
+        assert torch.equal(masked[kept], values[kept])
+        assert 4_700 < kept.sum() < 5_300
+
+
+def by_sorting(values, k):
+    """The k largest magnitudes by a full stable sort, lower index first."""
+    order = values.abs().sort(descending=True, stable=True).indices[:k]
+    out = torch.zeros_like(values)
+    out[order] = values[order]
+    return out
+
+
+def cases():
+    g = torch.Generator().manual_seed(0)
+    random = torch.randn(200_001, generator=g)
+    yield "random", random
+    yield "rounded", random.bfloat16().float()
+    yield "coarse", (random * 2).round()
+    yield "constant", torch.full((5000,), -0.25)
+    yield "zeros", torch.zeros(300)
+    yield "mostly zero", random * (torch.rand(random.shape, generator=g) < 0.1)
+    yield "signs", torch.tensor([1.0, -1.0, 1.0, -1.0, 0.5, -2.0, 1.0])
+    yield "one", torch.tensor([3.0])
+    yield "two", torch.tensor([-1.0, 1.0])
+    yield "tiny numbers", random[:1000] * 1e-40  # subnormal
+    yield "ascending", torch.arange(1000.0)
+    yield "striped", random * (torch.arange(len(random)) % 13 > 0)  # a sample has only zeros
+    yield "wide", random.double()
+    yield "wide rounded", random.bfloat16().double()
+
+
+@pytest.mark.parametrize("values", [v for _, v in cases()], ids=[n for n, _ in cases()])
+@pytest.mark.parametrize("density", [0.0, 0.001, 0.2, 0.5, 0.6, 0.95, 1.0])
+def test_equals_a_full_stable_sort(values, density):
+    k = kept_count(density, values.numel())
+    kept = values.clone()
+    keep_largest_(kept, k)
+    assert torch.equal(kept, by_sorting(values, k))
+    rest = values.clone()
+    if k:
+        drop_cut_(rest, magnitude_cut(rest, k))
+    assert torch.equal(rest, values - by_sorting(values, k))
+
+
+@pytest.mark.parametrize(
+    ("density", "n", "k"),
+    [(0.0, 10, 0), (0.01, 10, 1), (0.3, 10, 3), (0.999, 10, 9), (1.0, 10, 10), (0.5, 1, 1),
+     (0.5, 0, 0)],
+)  # fmt: skip
+def test_kept_count(density, n, k):
+    assert kept_count(density, n) == k
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ascending_order_is_a_stable_argsort(dtype):
+    rows = torch.randn(13, 257, generator=torch.Generator().manual_seed(2), dtype=dtype)
+    rows = (rows * 4).round() / 4  # many ties, both zeros
+    expected = rows.abs().sort(dim=1, stable=True).indices
+    assert torch.equal(ascending_order(rows), expected)
