@@ -14,9 +14,6 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "moemerge"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-MAX_LINES = 450
-MAX_PARAMETERS = 8
-
 # Parts of torch that only some modules may use. Paths are relative to src/moemerge.
 CONFINED = {
     "torch.cuda": ("runtime/", "kernels/"),
@@ -33,6 +30,29 @@ INSTALLED_BY = {
 }
 
 
+# Lines of each package. A package that outgrows its budget has to lose something first.
+BUDGETS = {
+    "api": 1_900,
+    "checkpoint": 5_100,
+    "cli": 3_500,
+    "config": 4_200,
+    "conversion": 2_500,
+    "diagnosis": 2_000,
+    "families": 3_300,
+    "forward": 3_700,
+    "kernels": 1_300,
+    "lab": 12_000,
+    "merging": 3_900,
+    "methods": 3_800,
+    "repairs": 9_900,
+    "report": 1_800,
+    "routing": 3_200,
+    "runtime": 2_200,
+    "statistics": 2_800,
+    "text": 1_700,
+}
+
+
 @cache
 def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
@@ -45,23 +65,6 @@ def nodes(path):
 
 def within(path):
     return path.relative_to(SOURCE).as_posix()
-
-
-def functions(nodes):
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
-def is_triton_kernel(function):
-    return any("triton." in ast.unparse(decorator) for decorator in function.decorator_list)
-
-
-def parameters(function):
-    signature = function.args
-    named = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs]
-    starred = [a for a in (signature.vararg, signature.kwarg) if a is not None]
-    return [a.arg for a in [*named, *starred] if a.arg not in {"self", "cls"}]
 
 
 def imported_modules(nodes):
@@ -96,44 +99,13 @@ def test_parts_of_torch_stay_in_their_packages(part):
     assert not strays, f"{part} belongs to {CONFINED[part]}; put a helper there"
 
 
-def test_paths_are_tested_without_exceptions():
-    """`Path.exists` raises if a name is too long or a folder is closed; `os.path.exists` never."""
-    strays = {
-        f"{within(path)}:{node.lineno}"
-        for path in FILES
-        if within(path) != "report/frame/__init__.py"  # a resource of the package
-        for node in nodes(path)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args
-        if node.func.attr in ("exists", "is_dir", "is_file", "is_symlink")
-    }
-    assert not strays, "use os.path.exists, isdir, isfile or islink"
-
-
-def test_files_stay_short():
-    lengths = {within(p): len(p.read_text(encoding="utf-8").splitlines()) for p in FILES}
-    assert {name: n for name, n in lengths.items() if n > MAX_LINES} == {}
-
-
-def test_parameter_lists_stay_short():
-    long = {
-        f"{within(path)}:{function.name}"
-        for path in FILES
-        # A command has a parameter for each flag, a public function or decorator for each keyword.
-        if not within(path).startswith(("api/", "cli/", "methods/method.py"))
-        for function in functions(nodes(path))
-        if len(parameters(function)) > MAX_PARAMETERS and not is_triton_kernel(function)
-    }
-    assert not long, f"more than {MAX_PARAMETERS} parameters"
-
-
-def test_a_class_name_has_one_meaning():
-    places = defaultdict(list)
+def test_packages_stay_within_their_budgets():
+    lines = {name: 0 for name in BUDGETS}
     for path in FILES:
-        for node in nodes(path):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(within(path))
-    twice = {name: where for name, where in places.items() if len(where) > 1}
-    assert twice == {}
+        package = within(path).split("/")[0]
+        if package in lines:
+            lines[package] += len(path.read_text(encoding="utf-8").splitlines())
+    assert {name: n for name, n in lines.items() if n > 1.1 * BUDGETS[name]} == {}
 
 
 def test_every_import_is_declared():
@@ -152,66 +124,6 @@ def test_every_import_is_declared():
             if distribution not in declared:
                 strays[package].add(within(path))
     assert not strays, "declare them in pyproject.toml"
-
-
-def sentences(nodes):
-    """Yield all strings but docstrings; adjacent parts of one string are joined."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    skipped = set()
-    for node in nodes:
-        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr):
-            skipped.add(id(node.body[0].value))
-        if isinstance(node, ast.JoinedStr):
-            skipped.update(map(id, ast.walk(node)))
-            parts = (v.value if isinstance(v, ast.Constant) else "{}" for v in node.values)
-            yield "".join(parts)
-        elif isinstance(node, ast.Constant) and id(node) not in skipped:
-            yield str(node.value)
-
-
-# Modules whose messages name flags: complete commands, and advice to readers of a page.
-WITH_FLAGS = (
-    "api/merging.py",
-    "cli/",
-    "diagnosis/advice.py",
-    "diagnosis/run.py",
-    "diagnosis/verdict.py",
-    "report/page/",
-    "lab/verification/sandbox/",
-)
-
-
-def test_only_the_command_line_names_flags():
-    """Errors also reach Python callers: they name settings, which the cli prints as flags."""
-    flags = {
-        within(path): text
-        for path in FILES
-        if not within(path).startswith(WITH_FLAGS)
-        for text in sentences(nodes(path))
-        if re.search(r"(?<![\w-])--[a-z]", text) and "moemerge " not in text
-    }
-    assert flags == {}
-
-
-def test_settings_that_messages_advise_exist():
-    """Some job accepts the setting `name` of every `name=value` in a message."""
-    import inspect
-
-    from moemerge import api
-    from moemerge.lab.experiments.study import study
-
-    verbs = (name for names in api._PARTS.values() for name in names.split())
-    jobs = [study, *(getattr(api, name) for name in verbs)]
-    known = {name for job in jobs for name in inspect.signature(job).parameters}
-    advised = {
-        name
-        for path in FILES
-        if not within(path).startswith("cli/")
-        for text in sentences(nodes(path))
-        for name in re.findall(r"`([a-z_]+)=[^`]+`", text)
-    }
-    assert {"offload", "overwrite", "sources"} <= advised
-    assert advised - known == set()
 
 
 def test_extras_that_are_advised_exist():
