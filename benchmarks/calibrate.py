@@ -46,9 +46,9 @@ def main() -> None:
 
 def calibrate(spec: dict[str, Any]) -> None:
     from moemerge.config.faults import parse_settings
+    from moemerge.config.repair_settings import CalibrationSettings
     from moemerge.repairs.calibration.job import CalibrationRequest
     from moemerge.repairs.calibration.run import run_calibration
-    from moemerge.repairs.calibration.settings import CalibrationSettings
     from moemerge.runtime.process import limit_kernel_cache
 
     limit_kernel_cache()

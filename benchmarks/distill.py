@@ -42,9 +42,9 @@ def main() -> None:
 def distill(spec: dict[str, Any]) -> None:
     """Run one distillation, in its own process."""
     from moemerge.config.faults import parse_settings
+    from moemerge.config.repair_settings import DistillSettings
     from moemerge.repairs.distilling.job import DistillRequest
     from moemerge.repairs.distilling.run import run_distillation
-    from moemerge.repairs.distilling.settings import DistillSettings
 
     if spec["memory"] is not None:
         whole = torch.cuda.get_device_properties(0).total_memory

@@ -20,9 +20,9 @@ import torch
 from transformers import GenerationConfig, OlmoeConfig, OlmoeForCausalLM
 
 from moemerge.config.faults import parse_settings
+from moemerge.config.text_settings import GenerationSettings
 from moemerge.lab.generation.continuous import ContinuousBatch, why_not
 from moemerge.lab.generation.engine import CompletionRequest
-from moemerge.lab.generation.settings import GenerationSettings
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_experts": 8,

@@ -61,9 +61,9 @@ def child(spec: dict[str, Any]) -> None:
 
 def _calibrate(spec: dict[str, Any]) -> dict[str, Any]:
     from moemerge.config.faults import parse_settings
+    from moemerge.config.repair_settings import CalibrationSettings
     from moemerge.repairs.calibration.job import CalibrationRequest
     from moemerge.repairs.calibration.run import run_calibration
-    from moemerge.repairs.calibration.settings import CalibrationSettings
     from moemerge.runtime.progress import Silent
 
     request = CalibrationRequest(

@@ -68,9 +68,9 @@ class Notes(Silent):
 
 def refit(spec: dict[str, Any]) -> None:
     from moemerge.config.faults import parse_settings
+    from moemerge.config.repair_settings import RefitSettings
     from moemerge.repairs.refitting.job import RefitRequest
     from moemerge.repairs.refitting.run import run_refit
-    from moemerge.repairs.refitting.settings import RefitSettings
     from moemerge.runtime.process import limit_kernel_cache
 
     limit_kernel_cache()

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moemerge.config.job_settings import CoefficientMethod
 from moemerge.errors import UsageError
 from moemerge.registry import did_you_mean
-from moemerge.statistics.coefficients.settings import CoefficientMethod
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ import moemerge
 from evidence.finetuning import finetune
 from evidence.layout import EOS
 from evidence.similar import groups_of_experts
+from moemerge.config.repair_settings import ExpertScore
 from moemerge.lab.testbed import bundled_set
 from moemerge.lab.testbed.demo import PROBLEMS, accuracy, draw_test_problems, one_thread
 from moemerge.lab.testbed.tasks import Problem
-from moemerge.repairs.pruning.settings import ExpertScore
 from moemerge.text.rows import write_rows
 
 EXPERTS = 24

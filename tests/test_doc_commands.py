@@ -8,8 +8,8 @@ import pytest
 import typer
 
 from moemerge.cli.app import app
+from moemerge.config.text_settings import DataRecipe
 from moemerge.errors import UsageError
-from moemerge.lab.data.settings import DataRecipe
 from moemerge.lab.evaluation.job import find_task, task_names
 from moemerge.lab.evaluation.settings import load_task
 from moemerge.lab.experiments.settings import StudyConfig

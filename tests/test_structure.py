@@ -35,7 +35,7 @@ BUDGETS = {
     "api": 1_900,
     "checkpoint": 5_100,
     "cli": 3_500,
-    "config": 4_200,
+    "config": 5_000,
     "conversion": 2_500,
     "diagnosis": 2_000,
     "families": 3_300,

@@ -33,10 +33,17 @@ if TYPE_CHECKING:
     from moemerge.api import validate as validate
     from moemerge.api import verify as verify
     from moemerge.checkpoint import Checkpoint as Checkpoint
+    from moemerge.config.job_settings import CoefficientSettings as CoefficientSettings
+    from moemerge.config.job_settings import CollectingSettings as CollectingSettings
+    from moemerge.config.job_settings import ComposeSettings as ComposeSettings
+    from moemerge.config.job_settings import DiagnosisSettings as DiagnosisSettings
+    from moemerge.config.job_settings import ExtractLoraSettings as ExtractLoraSettings
+    from moemerge.config.repair_settings import CalibrationSettings as CalibrationSettings
+    from moemerge.config.repair_settings import DistillSettings as DistillSettings
+    from moemerge.config.repair_settings import PruneSettings as PruneSettings
+    from moemerge.config.repair_settings import RefitSettings as RefitSettings
     from moemerge.config.settings import MergeSettings as MergeSettings
-    from moemerge.conversion.composing.settings import ComposeSettings as ComposeSettings
-    from moemerge.conversion.exporting.settings import ExtractLoraSettings as ExtractLoraSettings
-    from moemerge.diagnosis.settings import DiagnosisSettings as DiagnosisSettings
+    from moemerge.config.text_settings import DataSettings as DataSettings
     from moemerge.errors import ArchitectureError as ArchitectureError
     from moemerge.errors import CheckpointError as CheckpointError
     from moemerge.errors import ConfigError as ConfigError
@@ -46,19 +53,12 @@ if TYPE_CHECKING:
     from moemerge.errors import ResourceError as ResourceError
     from moemerge.errors import TokenizerError as TokenizerError
     from moemerge.errors import UsageError as UsageError
-    from moemerge.lab.data.settings import DataSettings as DataSettings
     from moemerge.lab.evaluation.settings import EvaluationSettings as EvaluationSettings
     from moemerge.lab.experiments.settings import StudySettings as StudySettings
     from moemerge.lab.experiments.study import study as study
     from moemerge.lab.tuning.settings import TuningSettings as TuningSettings
     from moemerge.methods.method import merge_method as merge_method
     from moemerge.methods.wrapper import merge_wrapper as merge_wrapper
-    from moemerge.repairs.calibration.settings import CalibrationSettings as CalibrationSettings
-    from moemerge.repairs.distilling.settings import DistillSettings as DistillSettings
-    from moemerge.repairs.pruning.settings import PruneSettings as PruneSettings
-    from moemerge.repairs.refitting.settings import RefitSettings as RefitSettings
-    from moemerge.statistics.coefficients.settings import CoefficientSettings as CoefficientSettings
-    from moemerge.statistics.collecting.settings import CollectingSettings as CollectingSettings
     from moemerge.version import __version__ as __version__
 
 
@@ -70,25 +70,23 @@ _PUBLIC = {
         "swap_routers tune validate verify"
     ),
     "moemerge.checkpoint": "Checkpoint",
-    "moemerge.repairs.calibration.settings": "CalibrationSettings",
-    "moemerge.lab.data.settings": "DataSettings",
-    "moemerge.repairs.distilling.settings": "DistillSettings",
-    "moemerge.lab.evaluation.settings": "EvaluationSettings",
-    "moemerge.repairs.pruning.settings": "PruneSettings",
-    "moemerge.repairs.refitting.settings": "RefitSettings",
-    "moemerge.statistics.collecting.settings": "CollectingSettings",
-    "moemerge.conversion.composing.settings": "ComposeSettings",
+    "moemerge.config.job_settings": (
+        "CoefficientSettings CollectingSettings ComposeSettings DiagnosisSettings "
+        "ExtractLoraSettings"
+    ),
+    "moemerge.config.repair_settings": (
+        "CalibrationSettings DistillSettings PruneSettings RefitSettings"
+    ),
     "moemerge.config.settings": "MergeSettings",
-    "moemerge.diagnosis.settings": "DiagnosisSettings",
-    "moemerge.lab.tuning.settings": "TuningSettings",
-    "moemerge.statistics.coefficients.settings": "CoefficientSettings",
-    "moemerge.lab.experiments.settings": "StudySettings",
+    "moemerge.config.text_settings": "DataSettings",
     "moemerge.errors": (
         "ArchitectureError CheckpointError ConfigError DataError MoeMergeError NumericalError "
         "ResourceError TokenizerError UsageError"
     ),
-    "moemerge.conversion.exporting.settings": "ExtractLoraSettings",
+    "moemerge.lab.evaluation.settings": "EvaluationSettings",
+    "moemerge.lab.experiments.settings": "StudySettings",
     "moemerge.lab.experiments.study": "study",
+    "moemerge.lab.tuning.settings": "TuningSettings",
     "moemerge.methods.method": "merge_method",
     "moemerge.methods.wrapper": "merge_wrapper",
     "moemerge.version": "__version__",

@@ -17,11 +17,10 @@ from moemerge.cli.app import app
 from moemerge.cli.flags import ADVANCED, FEW, given, verb
 from moemerge.cli.wording import in_flags, speak_of
 from moemerge.config.fields import AutoOrPositive, Strict
+from moemerge.config.job_settings import CollectingSettings, DiagnosisSettings
+from moemerge.config.repair_settings import CalibrationSettings
 from moemerge.config.settings import MergeSettings, PlanSettings, settings_of
-from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import ConfigError, UsageError
-from moemerge.repairs.calibration.settings import CalibrationSettings
-from moemerge.statistics.collecting.settings import CollectingSettings
 
 
 class Knobs(Strict):

@@ -6,10 +6,10 @@ import random
 import pytest
 
 import zoo
+from moemerge.config.job_settings import CollectingSettings
 from moemerge.runtime.progress import Silent
 from moemerge.statistics.collecting.job import CollectRequest
 from moemerge.statistics.collecting.run import run_collect
-from moemerge.statistics.collecting.settings import CollectingSettings
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import multimodal_zoo
 import processes
 import zoo
 from moemerge.checkpoint import Checkpoint
+from moemerge.config.job_settings import CollectingSettings
 from moemerge.errors import ArchitectureError, CheckpointError, DataError, NumericalError
 from moemerge.families.architecture import Architecture
 from moemerge.families.opened import open_model
@@ -22,7 +23,6 @@ from moemerge.statistics import Statistics
 from moemerge.statistics.collecting.forward import StateStore
 from moemerge.statistics.collecting.job import CollectRequest, _forward_dtype, prepare
 from moemerge.statistics.collecting.run import run_collect
-from moemerge.statistics.collecting.settings import CollectingSettings
 
 KINDS = ("gram", "fisher")
 

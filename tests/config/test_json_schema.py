@@ -11,12 +11,18 @@ from moemerge import api
 from moemerge.api import config_schema, load_config
 from moemerge.config.coefficients import dump_coefficients
 from moemerge.config.dump import config_data
+from moemerge.config.job_settings import (
+    CollectingKeywords,
+    CollectingSettings,
+    DiagnosisKeywords,
+    DiagnosisSettings,
+)
+from moemerge.config.repair_settings import CalibrationKeywords, CalibrationSettings
 from moemerge.config.schema import RunConfig
 from moemerge.config.settings import MergeKeywords, MergeSettings
+from moemerge.config.text_settings import DataKeywords, DataSettings
 from moemerge.config.yaml_lines import read_all
-from moemerge.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
 from moemerge.errors import ConfigError, UsageError
-from moemerge.lab.data.settings import DataKeywords, DataSettings
 from moemerge.lab.experiments.settings import StudyKeywords, StudySettings
 from moemerge.lab.experiments.study import study
 from moemerge.lab.tuning.settings import (
@@ -25,8 +31,6 @@ from moemerge.lab.tuning.settings import (
     TuningOutputSettings,
     TuningSettings,
 )
-from moemerge.repairs.calibration.settings import CalibrationKeywords, CalibrationSettings
-from moemerge.statistics.collecting.settings import CollectingKeywords, CollectingSettings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -6,8 +6,8 @@ from moemerge.api.listing import wrapper_schemas
 from moemerge.api.merging import load_config
 from moemerge.config.dump import dump_config
 from moemerge.config.models import ModelRef
+from moemerge.config.repair_settings import CalibrationSettings
 from moemerge.errors import ConfigError
-from moemerge.repairs.calibration.settings import CalibrationSettings
 
 HEAD = """merge_method: regmean
 models:

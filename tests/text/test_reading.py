@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
+from moemerge.config.text_settings import DataSettings
 from moemerge.errors import DataError
 from moemerge.lab.data.job import DataRequest, select_prompts, select_texts
-from moemerge.lab.data.settings import DataSettings
 from moemerge.text import reading, rows
 from moemerge.text.answers import load_answers
 from moemerge.text.domains import TextSettings, load_domain

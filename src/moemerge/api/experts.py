@@ -14,14 +14,19 @@ from moemerge.checkpoint import check_output
 from moemerge.checkpoint.output import temporary_sibling
 from moemerge.config.dump import config_data
 from moemerge.config.faults import parse_settings
+from moemerge.config.job_settings import ComposeKeywords, ComposeSettings
 from moemerge.config.models import ModelLike
+from moemerge.config.repair_settings import (
+    CALIBRATION,
+    PRUNE,
+    REFIT,
+    PruneKeywords,
+    PruneSettings,
+    PruningSettings,
+)
 from moemerge.config.repairs import StepSettings
 from moemerge.config.settings import OutputKeywords, OutputSettings, with_keywords
-from moemerge.conversion.composing.settings import ComposeKeywords, ComposeSettings
 from moemerge.errors import UsageError
-from moemerge.repairs.calibration.settings import CALIBRATION
-from moemerge.repairs.pruning.settings import PRUNE, PruneKeywords, PruneSettings, PruningSettings
-from moemerge.repairs.refitting.settings import REFIT
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.ranks import alone
 
@@ -90,6 +95,7 @@ def prune(
             "no text is given, and experts are scored on text", hint="`data={NAME: FILE.jsonl}`"
         )
     from moemerge.repairs.lockstep.request import RepairRequest
+    from moemerge.repairs.runners import load_runner
 
     progress, out = Silent() if progress is None else progress, Path(out)
     request: RepairRequest[Any] = RepairRequest(
@@ -102,7 +108,7 @@ def prune(
     )
     with uploaded(out, output.push_to_hub, progress):
         if after == "none":
-            return PrunedReport(PRUNE.load_runner()(request, progress))
+            return PrunedReport(load_runner(PRUNE)(request, progress))
         check_output(out, overwrite=output.overwrite)
         if output.report is not None:
             from moemerge.diagnosis.page import page_path
@@ -114,7 +120,7 @@ def prune(
         chosen = parse_settings(repair.settings, {**shared, **changes}, "settings of the repair")
         with temporary_sibling(out) as folder:
             scored = request.settings.model_copy(update={"holdout": chosen.holdout})
-            pruned = PRUNE.load_runner()(
+            pruned = load_runner(PRUNE)(
                 replace(request, out=folder / "pruned", settings=scored), progress
             )
             done = run_repair(

@@ -13,8 +13,8 @@ from moemerge.config.faults import Fault, Path
 from moemerge.config.models import ModelRef
 from moemerge.config.resolve import entries
 from moemerge.config.schema import RunConfig
+from moemerge.config.text_settings import DataRecipe, Text
 from moemerge.errors import MoeMergeError
-from moemerge.lab.data.settings import DataRecipe, Text
 from moemerge.text.rows import check_file
 
 

@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, get_args
 from moemerge.checkpoint.locate import is_local
 from moemerge.config.faults import parse_settings
 from moemerge.config.fields import LayerSelection, Strict
-from moemerge.config.models import ModelLike, ModelRef
-from moemerge.config.settings import with_keywords
-from moemerge.conversion.exporting.settings import (
+from moemerge.config.job_settings import (
+    CollectingKeywords,
+    CollectingSettings,
+    DiagnosisKeywords,
+    DiagnosisSettings,
     ExpertLayoutName,
     ExtractLoraKeywords,
     ExtractLoraSettings,
 )
-from moemerge.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
+from moemerge.config.models import ModelLike, ModelRef
+from moemerge.config.settings import with_keywords
+from moemerge.config.text_settings import DataKeywords, DataSettings
 from moemerge.errors import UsageError
 from moemerge.families.config_check import check_model_config
 from moemerge.families.opened import open_model
-from moemerge.lab.data.settings import DataKeywords, DataSettings
 from moemerge.lab.evaluation.settings import (
     EvaluationOutKeywords,
     EvaluationOutputSettings,
@@ -37,7 +40,6 @@ from moemerge.lab.tuning.settings import (
 )
 from moemerge.runtime.progress import Progress, Silent, counted
 from moemerge.runtime.ranks import leads
-from moemerge.statistics.collecting.settings import CollectingKeywords, CollectingSettings
 from moemerge.text.rows import check_files
 
 if TYPE_CHECKING:

@@ -218,10 +218,10 @@ def sample(
 def _completions(
     model: ModelLike, prompts: Sequence[str], most: int, device: str, progress: Progress
 ) -> list[str]:
+    from moemerge.config.text_settings import GenerationSettings
     from moemerge.lab.generation.engine import CompletionRequest
     from moemerge.lab.generation.prompts import PromptRow, open_tokenizer, tokenized
     from moemerge.lab.generation.run import engine_maker, load_engine
-    from moemerge.lab.generation.settings import GenerationSettings
 
     given = {"max_new_tokens": most, "device": device}
     settings = GenerationSettings.model_validate(given)

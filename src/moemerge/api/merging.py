@@ -25,8 +25,24 @@ from moemerge.checkpoint import check_output
 from moemerge.checkpoint.output import temporary_sibling
 from moemerge.config.faults import parse_settings
 from moemerge.config.fields import LayerSelection
+from moemerge.config.job_settings import (
+    CoefficientKeywords,
+    CoefficientMethod,
+    CoefficientSettings,
+)
 from moemerge.config.load import LoadedConfig
 from moemerge.config.models import ModelRef
+from moemerge.config.repair_settings import (
+    CALIBRATION,
+    DISTILLATION,
+    PRUNE,
+    REFIT,
+    CalibrationKeywords,
+    DistillKeywords,
+    PruningKeywords,
+    PruningSettings,
+    RefitKeywords,
+)
 from moemerge.config.repairs import Repair, RepairSettings
 from moemerge.config.requests import RequestedRepair
 from moemerge.config.schema import REPAIRS
@@ -39,25 +55,16 @@ from moemerge.config.settings import (
     plugin_flags,
     with_keywords,
 )
+from moemerge.config.text_settings import files_of as config_files
 from moemerge.config.yaml_lines import read_document
 from moemerge.errors import UsageError
-from moemerge.lab.data.settings import files_of as config_files
 from moemerge.merging.report import MergeReport
 from moemerge.registry import did_you_mean
-from moemerge.repairs.calibration.settings import CALIBRATION, CalibrationKeywords
-from moemerge.repairs.distilling.settings import DISTILLATION, DistillKeywords
 from moemerge.repairs.lockstep.models import check_sources
-from moemerge.repairs.pruning.settings import PRUNE, PruningKeywords, PruningSettings
-from moemerge.repairs.refitting.settings import REFIT, RefitKeywords
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.process import paused_collector
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.ranks import SINGLE, Ranks, alone, asked_for, leads, on_one_machine
-from moemerge.statistics.coefficients.settings import (
-    CoefficientKeywords,
-    CoefficientMethod,
-    CoefficientSettings,
-)
 from moemerge.text.rows import check_text
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Repairs of a merged model: run one, then measure the routing before and after it.
 
-A repair is declared in its settings module. Its Python function here only adds the signature that
+`config.repair_settings` declares repairs. Their Python functions here only add the signatures that
 editors and type checkers read.
 """
 
@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from moemerge.api.jobs import files_of, output_for, settings_for, uploaded
 from moemerge.config.models import ModelLike
+from moemerge.config.repair_settings import (
+    CALIBRATION,
+    DISTILLATION,
+    REFIT,
+    CalibrationKeywords,
+    CalibrationSettings,
+    DistillKeywords,
+    DistillSettings,
+    RefitKeywords,
+    RefitSettings,
+)
 from moemerge.config.repairs import Repair, RepairSettings
 from moemerge.config.settings import OutputKeywords, OutputSettings, with_keywords
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
-from moemerge.repairs.calibration.settings import (
-    CALIBRATION,
-    CalibrationKeywords,
-    CalibrationSettings,
-)
-from moemerge.repairs.distilling.settings import DISTILLATION, DistillKeywords, DistillSettings
-from moemerge.repairs.refitting.settings import REFIT, RefitKeywords, RefitSettings
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.ranks import SINGLE, Ranks, leads
@@ -189,7 +193,9 @@ def run_repair(
 
     On the page, `label` is the name of the merged model, and `command` the command that was run.
     """
-    run: Callable[[RepairRequest[Any], Progress], RepairReport] = repair.load_runner()
+    from moemerge.repairs.runners import load_runner
+
+    run: Callable[[RepairRequest[Any], Progress], RepairReport] = load_runner(repair)
     settings = request.settings
     # A diagnosis compares models with the same experts, so pruning is not measured.
     measure = isinstance(settings, RepairSettings) and settings.measure

@@ -10,7 +10,7 @@ import typer
 from moemerge import api
 from moemerge.cli.flags import Config, Reporting, verb
 from moemerge.cli.render import NumberTable
-from moemerge.statistics.coefficients.settings import CoefficientMethod, CoefficientSettings
+from moemerge.config.job_settings import CoefficientMethod, CoefficientSettings
 
 if TYPE_CHECKING:
     from moemerge.statistics.coefficients.run import CoefficientsReport

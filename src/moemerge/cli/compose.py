@@ -11,7 +11,7 @@ from moemerge.checkpoint import format_size
 from moemerge.cli.console import interruptible, remaining_work
 from moemerge.cli.flags import Config, Out, Reporting, verb
 from moemerge.cli.render import Samples, show_samples
-from moemerge.conversion.composing.settings import ComposeSettings
+from moemerge.config.job_settings import ComposeSettings
 
 if TYPE_CHECKING:
     from moemerge.conversion.composing.run import ComposeReport

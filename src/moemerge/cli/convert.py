@@ -11,7 +11,7 @@ from moemerge import api
 from moemerge.checkpoint import format_size
 from moemerge.cli.flags import ModelArgument, Out, Reporting, verb
 from moemerge.cli.render import facts
-from moemerge.conversion.exporting.settings import ExtractLoraSettings
+from moemerge.config.job_settings import ExtractLoraSettings
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:

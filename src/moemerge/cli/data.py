@@ -12,7 +12,7 @@ from moemerge import api
 from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import ModelArgument, Reporting, verb
 from moemerge.cli.render import facts
-from moemerge.lab.data.settings import DataSettings
+from moemerge.config.text_settings import DataSettings
 from moemerge.runtime.journals import completions_path
 from moemerge.runtime.progress import counted
 

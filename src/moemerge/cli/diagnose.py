@@ -17,7 +17,7 @@ from moemerge.cli.flags import (
     Texts,
     verb,
 )
-from moemerge.diagnosis.settings import DiagnosisSettings
+from moemerge.config.job_settings import DiagnosisSettings
 
 EXAMPLES = """
   moemerge diagnose merged/ \\

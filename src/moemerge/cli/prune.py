@@ -6,8 +6,8 @@ from moemerge import api
 from moemerge.cli.console import interruptible, remaining_work
 from moemerge.cli.flags import ModelArgument, Out, Reporting, Texts, given, verb
 from moemerge.cli.render import Samples, repair_table, show_samples
+from moemerge.config.repair_settings import PruneSettings
 from moemerge.config.settings import OutputSettings
-from moemerge.repairs.pruning.settings import PruneSettings
 
 EXAMPLES = """
   moemerge prune org/base pruned/ --keep 0.75 --data text=general.jsonl

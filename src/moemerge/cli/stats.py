@@ -11,8 +11,8 @@ from rich.text import Text
 from moemerge import api
 from moemerge.checkpoint import format_size
 from moemerge.cli.flags import ModelArgument, Reporting, verb
+from moemerge.config.job_settings import CollectingSettings
 from moemerge.runtime.progress import counted
-from moemerge.statistics.collecting.settings import CollectingSettings
 
 if TYPE_CHECKING:
     from moemerge.statistics.collecting.run import CollectReport

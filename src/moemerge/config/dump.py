@@ -20,8 +20,8 @@ from moemerge.config.models import ModelRef
 from moemerge.config.parameter_values import Conditional, Gradient, plain
 from moemerge.config.parameters import MethodSchema, WrapperSchema
 from moemerge.config.schema import REPAIRS, RunConfig
+from moemerge.config.text_settings import DataRecipe
 from moemerge.config.yaml_lines import Dumper
-from moemerge.lab.data.settings import DataRecipe
 
 # Blocks that are written with their defaults, which a later version may change.
 _ALWAYS = tuple(repair.key for repair in REPAIRS)

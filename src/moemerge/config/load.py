@@ -49,8 +49,8 @@ from moemerge.config.resolve import (
     with_models,
 )
 from moemerge.config.schema import REPAIRS, RunConfig, kept_faults
+from moemerge.config.text_settings import files_of
 from moemerge.config.yaml_lines import MERGE, Document, require_kind
-from moemerge.lab.data.settings import files_of
 
 _NO_METHOD: Final = "(none)"  # replaces a missing merge_method while the rest is checked
 _BODIES: Final[tuple[Path, ...]] = (("models",), ("slices",), ("modules",))

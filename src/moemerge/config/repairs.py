@@ -1,13 +1,12 @@
 """Repairs: jobs that `moemerge run` can do after a merge, and pruning. Each is declared once.
 
-The settings module of a repair declares it, and `config.schema` lists the declarations. The block
-of a config and its checks, the flags of `run`, the steps of a study, the part of the report and the
-section of the model card follow from the declaration.
+`config.repair_settings` declares them. The block of a config and its checks, the flags of `run`,
+the steps of a study, the part of the report and the section of the model card follow from a
+declaration.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +28,7 @@ from moemerge.config.settings import (
     LayersForm,
     Share,
 )
-from moemerge.lab.data.settings import NamedTexts
+from moemerge.config.text_settings import NamedTexts
 
 M = TypeVar("M")
 
@@ -163,7 +162,6 @@ class Repair:
     key: str  # of its block in a config, and of its part of the report: "calibration"
     verb: str  # its command, Python function and step of a study: "calibrate"
     settings: type[StepSettings]
-    runner: str  # module:function; takes a request and a progress bar, returns a report
     block_help: str  # description of the block in a config
     text_use: str  # what it does with a source's text: "calibrates"
     needs_routers: bool  # whether it refuses models without routers
@@ -185,12 +183,6 @@ class Repair:
             __doc__=f"The `{self.key}:` block of a config.",
         )
         return block
-
-    def load_runner(self) -> Callable[[Any, Any], Any]:
-        """Import the function that does it, and torch with it."""
-        module, _, function = self.runner.partition(":")
-        run: Callable[[Any, Any], Any] = getattr(importlib.import_module(module), function)
-        return run
 
     def overridden(self, block: RepairBlock, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of a block, with `values` in place of those that they override."""

@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moemerge.config.faults import Fault, Path, listed, suggested
+from moemerge.config.job_settings import CollectingSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import MethodSchema, StatisticsKind
 from moemerge.config.repairs import Repair, RepairBlock, StepSettings, selected_sources
 from moemerge.config.resolve import NormalisedMerge, model_names
 from moemerge.config.schema import RunConfig
-from moemerge.lab.data.settings import DataRecipe, files_of
+from moemerge.config.text_settings import DataRecipe, files_of
 from moemerge.registry import did_you_mean
-from moemerge.statistics.collecting.settings import CollectingSettings
 
 BASE = "base"  # means `base_model` wherever text is given by name
 

@@ -27,15 +27,12 @@ from moemerge.config.fields import (
     model_ref,
     read_by,
 )
+from moemerge.config.job_settings import CollectingBlock
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import BasePolicy, MethodSchema
+from moemerge.config.repair_settings import CALIBRATION, DISTILLATION, PRUNE, REFIT
 from moemerge.config.repairs import Repair, RepairBlock
-from moemerge.lab.data.settings import NamedTexts
-from moemerge.repairs.calibration.settings import CALIBRATION
-from moemerge.repairs.distilling.settings import DISTILLATION
-from moemerge.repairs.pruning.settings import PRUNE
-from moemerge.repairs.refitting.settings import REFIT
-from moemerge.statistics.collecting.settings import CollectingBlock
+from moemerge.config.text_settings import NamedTexts
 
 # Pruning and all repairs. An earlier one may be followed by a later one, whose report keeps its
 # part.

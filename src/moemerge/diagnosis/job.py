@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from moemerge.config.job_settings import DiagnosisSettings
 from moemerge.config.models import ModelLike
 from moemerge.diagnosis.results import MODEL
-from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import UsageError
 from moemerge.families.opened import OpenModel, open_model
 from moemerge.forward.losses import LOSS_TOKENS, NextTokenLoss

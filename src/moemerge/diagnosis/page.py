@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from moemerge.config.faults import parse_settings
+from moemerge.config.job_settings import DiagnosisSettings
 from moemerge.diagnosis.job import DiagnosisRequest, prepare
 from moemerge.diagnosis.results import MODEL, Diagnosis
 from moemerge.diagnosis.run import diagnose
-from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.diagnosis.verdict import NOTICEABLE
 from moemerge.errors import MoeMergeError
 from moemerge.repairs.lockstep.inputs import JobText

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moemerge.config.documents import CalibrationDocument, RefitDocument, parse_document
+from moemerge.config.job_settings import DiagnosisSettings
 from moemerge.config.settings import as_flags, plugin_flags
 from moemerge.diagnosis.advice import Measurements, advise
 from moemerge.diagnosis.job import (
@@ -40,7 +41,6 @@ from moemerge.diagnosis.results import (
     NamedModel,
     Swap,
 )
-from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.diagnosis.verdict import NOTICEABLE, verdict_of
 from moemerge.errors import ArchitectureError, MoeMergeError
 from moemerge.families.architecture import RouterInfo

@@ -11,10 +11,10 @@ import pytest
 import zoo
 from evidence.scoring import accuracy
 from moemerge.config.faults import parse_settings
+from moemerge.config.text_settings import DataSettings
 from moemerge.errors import CheckpointError, DataError, UsageError
 from moemerge.lab.data.job import DataRequest
 from moemerge.lab.data.run import run_data
-from moemerge.lab.data.settings import DataSettings
 from moemerge.lab.testbed import bundled_set
 from moemerge.lab.testbed.tasks import problems
 from moemerge.runtime.progress import Silent
@@ -241,7 +241,7 @@ from pathlib import Path
 from moemerge.config.faults import parse_settings
 from moemerge.lab.data.job import DataRequest
 from moemerge.lab.data.run import run_data
-from moemerge.lab.data.settings import DataSettings
+from moemerge.config.text_settings import DataSettings
 from moemerge.runtime.progress import Silent
 
 class Loud(Silent):

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from moemerge.config.faults import parse_settings
+from moemerge.config.text_settings import DataSettings
 from moemerge.errors import ConfigError, DataError
 from moemerge.lab.data.job import Benchmark, balanced, normal, text_of
-from moemerge.lab.data.settings import DataSettings
 from moemerge.lab.generation.prompts import read_prompts
 from moemerge.text.rows import TextRow
 

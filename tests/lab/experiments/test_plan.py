@@ -10,10 +10,10 @@ import pytest
 
 import zoo
 from moemerge.config.faults import parse_settings
+from moemerge.config.text_settings import DataRecipe
 from moemerge.config.yaml_lines import Document
 from moemerge.errors import CheckpointError, ConfigError, ResourceError
 from moemerge.lab.data.job import DataRequest, select_prompts
-from moemerge.lab.data.settings import DataRecipe
 from moemerge.lab.experiments.cells import SetCells, work_of
 from moemerge.lab.experiments.estimate import estimate
 from moemerge.lab.experiments.plan import plan_study

@@ -2,9 +2,9 @@
 
 import torch
 
+from moemerge.config.text_settings import GenerationSettings
 from moemerge.lab.generation import drawing
 from moemerge.lab.generation.drawing import signed, uniform
-from moemerge.lab.generation.settings import GenerationSettings
 
 WORD = 1 << 64
 

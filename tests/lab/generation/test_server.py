@@ -12,12 +12,12 @@ import pytest
 import processes
 from evidence.scoring import generate
 from moemerge.config.faults import parse_settings
+from moemerge.config.text_settings import GenerationSettings
 from moemerge.errors import ResourceError, UsageError
 from moemerge.lab.generation import server
 from moemerge.lab.generation.engine import CompletionRequest, Finish
 from moemerge.lab.generation.run import engine_maker
 from moemerge.lab.generation.server import ServerEngine
-from moemerge.lab.generation.settings import GenerationSettings
 from moemerge.lab.testbed import bundled_set
 from moemerge.lab.testbed.tasks import problems
 from moemerge.runtime.progress import Silent

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 import quantised_zoo as qz
 import zoo
 from moemerge.config.faults import parse_settings
+from moemerge.config.text_settings import GenerationSettings
 from moemerge.errors import CheckpointError, NumericalError, ResourceError
 from moemerge.lab.generation import transformers_engine
 from moemerge.lab.generation.drawing import draw, signed, uniform
 from moemerge.lab.generation.engine import CompletionRequest, Finish
-from moemerge.lab.generation.settings import GenerationSettings
 from moemerge.lab.generation.transformers_engine import TransformersEngine, end_tokens
 
 PROMPTS = [(5, 9, 30), (7,), (100, 3, 4, 80, 6, 11, 12), (5, 9, 31), (60, 61)]

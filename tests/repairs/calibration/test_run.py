@@ -14,11 +14,11 @@ import moemerge
 import zoo
 from moemerge.checkpoint import format_size
 from moemerge.checkpoint.reader import Checkpoint
+from moemerge.config.repair_settings import CalibrationSettings
 from moemerge.errors import ConfigError
 from moemerge.repairs.calibration.job import CalibrationRequest
 from moemerge.repairs.calibration.report import holdout_notices
 from moemerge.repairs.calibration.run import run_calibration
-from moemerge.repairs.calibration.settings import CalibrationSettings
 from moemerge.runtime.progress import Silent
 from moemerge.text import domains
 from repairs.calibration import cases, dense

@@ -5,17 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moemerge.config.repair_settings import CalibrationSettings, RefitSettings
 from moemerge.errors import DataError
 from moemerge.families.opened import open_model
 from moemerge.families.rules import BiasPlace, Gate, Score
 from moemerge.forward.settings import StreamSettings
 from moemerge.repairs.calibration.layer import calibrate_layer
 from moemerge.repairs.calibration.run import solve_once
-from moemerge.repairs.calibration.settings import CalibrationSettings
 from moemerge.repairs.lockstep import warm_up
 from moemerge.repairs.lockstep.warm_up import WarmUp, random_router, router_like
 from moemerge.repairs.refitting.run import fit_once
-from moemerge.repairs.refitting.settings import RefitSettings
 from moemerge.routing import SolveSettings
 from moemerge.routing.cg import Status
 from moemerge.runtime.ranks import SINGLE

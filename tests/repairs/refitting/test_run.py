@@ -10,6 +10,7 @@ import moemerge
 import zoo
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.faults import parse_settings
+from moemerge.config.repair_settings import DistillSettings, RefitSettings
 from moemerge.errors import (
     ArchitectureError,
     ConfigError,
@@ -19,10 +20,8 @@ from moemerge.errors import (
     UsageError,
 )
 from moemerge.forward import settings as streaming
-from moemerge.repairs.distilling.settings import DistillSettings
 from moemerge.repairs.refitting import layer as fitting
 from moemerge.repairs.refitting import least_squares
-from moemerge.repairs.refitting.settings import RefitSettings
 from repairs.calibration import cases as calibrating
 from repairs.refitting.cases import Killed, kill_after, make_case
 from repairs.refitting.test_maths import SMALL, assert_sums_of_bfloat16_values

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moemerge.conversion.composing.settings import ExpertEntry
+from moemerge.config.job_settings import ExpertEntry
 from moemerge.errors import ArchitectureError, DataError, NumericalError
 from moemerge.families.opened import OpenModel
 from moemerge.families.rules import Gate, Score

@@ -10,9 +10,9 @@ from typing import Any
 
 from moemerge.checkpoint import TensorInfo, check_output, main_dtype, parse_size, require_space
 from moemerge.config.faults import Fault
+from moemerge.config.job_settings import ComposeConfig, ComposeSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.yaml_lines import COMPOSITION, read_document, require_kind
-from moemerge.conversion.composing.settings import ComposeConfig, ComposeSettings
 from moemerge.conversion.composing.targets import (
     NOT_CARRIED,
     TOP_K,

@@ -16,6 +16,7 @@ from torch import Tensor
 from moemerge.checkpoint import CheckpointPatch, CheckpointWriter, TensorInfo, hub_ids, parse_size
 from moemerge.checkpoint.output import temporary_sibling
 from moemerge.config.dump import config_data, dump_document
+from moemerge.config.job_settings import ComposeConfig, ComposeSettings
 from moemerge.config.settings import as_flags
 from moemerge.conversion.composing.fit import (
     FitDomain,
@@ -29,7 +30,6 @@ from moemerge.conversion.composing.fit import (
     tokenize_prompts,
 )
 from moemerge.conversion.composing.job import ComposeJob, prepare
-from moemerge.conversion.composing.settings import ComposeConfig, ComposeSettings
 from moemerge.conversion.composing.tensors import ComposedTensor
 from moemerge.errors import ConfigError
 from moemerge.families.opened import OpenModel, open_model

@@ -14,8 +14,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from moemerge.checkpoint import CheckpointWriter, TensorInfo, check_output, require_space
+from moemerge.config.job_settings import ExpertLayoutName
 from moemerge.config.models import ModelLike
-from moemerge.conversion.exporting.settings import ExpertLayoutName
 from moemerge.conversion.exporting.targets import StoredUnits
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.families.names import split_layer

@@ -24,8 +24,8 @@ from moemerge.checkpoint.reader import AdaptedCheckpoint, as_ref
 from moemerge.checkpoint.safetensors_file import build_header
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.dump import dump_document
+from moemerge.config.job_settings import ExtractLoraSettings
 from moemerge.config.models import ModelLike
-from moemerge.conversion.exporting.settings import ExtractLoraSettings
 from moemerge.conversion.exporting.targets import (
     Blocks,
     Factors,

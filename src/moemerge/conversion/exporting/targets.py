@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moemerge.checkpoint.adapter import MISTAKEN, PREFIX
 from moemerge.checkpoint.lora import TRANSPOSED_STACKS
-from moemerge.conversion.exporting.settings import LoraLayout
+from moemerge.config.job_settings import LoraLayout
 from moemerge.errors import CheckpointError
 from moemerge.families.opened import OpenModel
 from moemerge.families.roles import Role, Unit

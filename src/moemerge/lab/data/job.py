@@ -15,8 +15,8 @@ from typing import Final, TypeVar
 
 from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelLike
+from moemerge.config.text_settings import DataSettings
 from moemerge.errors import DataError, UsageError
-from moemerge.lab.data.settings import DataSettings
 from moemerge.lab.generation.prompts import USUAL, PromptRow, located, read_prompt, read_prompts
 from moemerge.registry import did_you_mean
 from moemerge.runtime.journals import completions_path

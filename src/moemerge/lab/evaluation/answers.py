@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from moemerge.config.models import ModelLike
+from moemerge.config.text_settings import GenerationSettings
 from moemerge.errors import DataError
 from moemerge.lab.evaluation.job import EvaluationJob, PosedTask, generation_settings
 from moemerge.lab.evaluation.significance import Array
@@ -39,7 +40,6 @@ from moemerge.lab.generation.run import (
     prompt_key,
     sampling_settings,
 )
-from moemerge.lab.generation.settings import GenerationSettings
 from moemerge.lab.verification.judgement import Verifier
 from moemerge.lab.verification.verifiers import CachedVerifier, check_rows, make_verifier
 from moemerge.report.words import display_names

@@ -14,13 +14,13 @@ import numpy as np
 
 from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelLike
+from moemerge.config.text_settings import EngineSettings, GenerationSettings
 from moemerge.errors import DataError, UsageError
 from moemerge.lab.evaluation.answers import CompletionIndex
 from moemerge.lab.evaluation.job import TASK_SUFFIXES, EvaluationJob
 from moemerge.lab.evaluation.report import TaskScores
 from moemerge.lab.generation.prompts import open_tokenizer
 from moemerge.lab.generation.run import complete, engine_maker
-from moemerge.lab.generation.settings import EngineSettings, GenerationSettings
 from moemerge.lab.generation.transformers_engine import Likelihood, TransformersEngine
 from moemerge.runtime.progress import Progress
 from moemerge.text.templates import has_template

@@ -11,6 +11,7 @@ from typing import Final
 
 from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelLike
+from moemerge.config.text_settings import GenerationSettings
 from moemerge.errors import DataError, UsageError
 from moemerge.lab.evaluation.settings import (
     PERPLEXITY,
@@ -20,7 +21,6 @@ from moemerge.lab.evaluation.settings import (
     load_task,
 )
 from moemerge.lab.generation.prompts import PromptRow, located, read_prompts
-from moemerge.lab.generation.settings import GenerationSettings
 from moemerge.registry import did_you_mean
 from moemerge.report.words import display_names
 from moemerge.runtime.outputs import check_name

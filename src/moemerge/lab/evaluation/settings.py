@@ -10,8 +10,7 @@ from pydantic import Field
 
 from moemerge.config.fields import Name, PositiveInt, Strict
 from moemerge.config.settings import MAP, MAX_LENGTH, Flag, MapForm, TextColumns
-from moemerge.config.yaml_lines import TASK, read_document, require_kind
-from moemerge.lab.generation.settings import (
+from moemerge.config.text_settings import (
     MAX_NEW_TOKENS,
     SAMPLES,
     TEMPERATURE,
@@ -21,6 +20,7 @@ from moemerge.lab.generation.settings import (
     Temperature,
     Texts,
 )
+from moemerge.config.yaml_lines import TASK, read_document, require_kind
 
 Protocol = Literal["correct", "paper"]
 PERPLEXITY: Final = "perplexity"  # the task whose texts are given as data

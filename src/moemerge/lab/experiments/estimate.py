@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.locate import hub_ids, is_here, is_local
 from moemerge.checkpoint.tensors import format_size, parse_size
+from moemerge.config.text_settings import DataRecipe
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
-from moemerge.lab.data.settings import DataRecipe
 from moemerge.lab.evaluation.job import BenchmarkTask, generation_settings
 from moemerge.lab.experiments.plan import INPUTS, StudyPlan
 from moemerge.lab.experiments.settings import BY_VERB

@@ -13,12 +13,12 @@ from moemerge.checkpoint.locate import is_local
 from moemerge.config.dump import plain_settings
 from moemerge.config.faults import Fault
 from moemerge.config.fields import Strict
+from moemerge.config.job_settings import DiagnosisSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import BasePolicy
 from moemerge.config.repairs import RepairBlock, selected_sources
 from moemerge.config.schema import REPAIRS
-from moemerge.diagnosis.settings import DiagnosisSettings
-from moemerge.lab.data.settings import DataRecipe, files_of
+from moemerge.config.text_settings import DataRecipe, files_of
 from moemerge.lab.evaluation.job import BenchmarkTask, find_task
 from moemerge.lab.evaluation.settings import PERPLEXITY, EvaluationSettings
 from moemerge.lab.experiments.settings import (

@@ -24,14 +24,13 @@ from moemerge.config.fields import (
     model_ref,
     read_by,
 )
+from moemerge.config.job_settings import DiagnosisSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.repairs import Repair, RepairBlock
 from moemerge.config.schema import REPAIRS, with_repairs
 from moemerge.config.settings import DEVICE, DeviceField, Flag, Seed
-from moemerge.diagnosis.settings import DiagnosisSettings
-from moemerge.lab.data.settings import NamedTexts, Text
+from moemerge.config.text_settings import NamedTexts, Text, Texts
 from moemerge.lab.evaluation.settings import PERPLEXITY, EvaluationSettings
-from moemerge.lab.generation.settings import Texts
 from moemerge.lab.tuning.settings import TuningSettings
 
 MOST_SEEDS: Final = 100

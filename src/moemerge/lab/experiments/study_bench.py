@@ -14,9 +14,9 @@ from moemerge import api
 from moemerge.checkpoint.locate import locate_data
 from moemerge.config.faults import parse_settings
 from moemerge.config.fields import Strict
+from moemerge.config.job_settings import DiagnosisSettings
 from moemerge.config.repairs import RepairSettings
-from moemerge.diagnosis.settings import DiagnosisSettings
-from moemerge.lab.data.settings import DataRecipe
+from moemerge.config.text_settings import DataRecipe
 from moemerge.lab.evaluation.answers import file_name
 from moemerge.lab.evaluation.job import BenchmarkTask
 from moemerge.lab.evaluation.report import EvaluationReport

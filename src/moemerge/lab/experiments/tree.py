@@ -18,8 +18,8 @@ from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.locate import hub_ids, is_local
 from moemerge.config.dump import plain_settings
 from moemerge.config.models import ModelRef
+from moemerge.config.text_settings import DataRecipe
 from moemerge.errors import MoeMergeError
-from moemerge.lab.data.settings import DataRecipe
 from moemerge.lab.evaluation.job import BenchmarkTask
 from moemerge.lab.experiments.settings import StudyConfig
 from moemerge.runtime.files import file_digest

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from moemerge.config.text_settings import GenerationSettings
 from moemerge.forward.compat import attention_implementation
 from moemerge.lab.generation.drawing import draw, signed, uniform
 from moemerge.lab.generation.engine import CompletionRequest
-from moemerge.lab.generation.settings import GenerationSettings
 from moemerge.runtime.gpu import RecordedStep
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from moemerge.lab.generation.settings import GenerationSettings
+from moemerge.config.text_settings import GenerationSettings
 
 # SplitMix64 (Steele, Lea, Flood 2014), in 64-bit integers that wrap around.
 _GOLDEN: Final = 0x9E3779B97F4A7C15

@@ -11,8 +11,8 @@ from typing import Any, Final
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.locate import locate_data
 from moemerge.config.models import ModelLike
+from moemerge.config.text_settings import PromptSettings
 from moemerge.errors import DataError
-from moemerge.lab.generation.settings import PromptSettings
 from moemerge.registry import did_you_mean
 from moemerge.text.rows import TextRow, TextSource, Turn, file_of, row_fields, said, turns_of
 from moemerge.text.tokens import Tokenizer, load_tokenizer, prompt_text, prompt_tokens

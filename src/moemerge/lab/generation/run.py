@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.models import ModelLike
+from moemerge.config.text_settings import GenerationSettings
 from moemerge.errors import DataError, MoeMergeError, ResourceError, UsageError
 from moemerge.lab.generation.engine import Completion, CompletionRequest, Engine, Finish
 from moemerge.lab.generation.prompts import PromptRow
 from moemerge.lab.generation.server import ServerEngine, check_urls
-from moemerge.lab.generation.settings import GenerationSettings
 from moemerge.lab.generation.transformers_engine import TransformersEngine
 from moemerge.lab.generation.vllm_engine import VllmEngine, check_installed
 from moemerge.lab.verification.judgement import Judgement, Verifier

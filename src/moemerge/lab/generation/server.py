@@ -19,9 +19,9 @@ from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
+from moemerge.config.text_settings import GenerationSettings
 from moemerge.errors import ResourceError, UsageError
 from moemerge.lab.generation.engine import Completion, CompletionRequest
-from moemerge.lab.generation.settings import GenerationSettings
 from moemerge.runtime.process import start_thread
 from moemerge.runtime.progress import Progress
 

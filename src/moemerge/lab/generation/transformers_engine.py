@@ -27,6 +27,7 @@ from transformers import (
 
 from moemerge.checkpoint import Checkpoint, format_size
 from moemerge.config.models import ModelLike
+from moemerge.config.text_settings import GenerationSettings
 from moemerge.errors import NumericalError, ResourceError
 from moemerge.forward.loading import build_skeleton
 from moemerge.forward.settings import stored_dtype
@@ -43,7 +44,6 @@ from moemerge.lab.generation.continuous import (
 )
 from moemerge.lab.generation.drawing import draw, signed, uniform
 from moemerge.lab.generation.engine import Completion, CompletionRequest, cut_at_stops
-from moemerge.lab.generation.settings import GenerationSettings
 from moemerge.runtime.devices import available_memory, resolve_device
 from moemerge.runtime.dtypes import parse_dtype
 from moemerge.runtime.files import read_object

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.models import ModelLike
+from moemerge.config.text_settings import GenerationSettings
 from moemerge.errors import UsageError
 from moemerge.lab.generation.engine import Completion, CompletionRequest
-from moemerge.lab.generation.settings import GenerationSettings
 
 AT_A_TIME: Final = 2048  # completions per call, between two writes to disk
 LARGEST_SEED: Final = 2**31 - 1

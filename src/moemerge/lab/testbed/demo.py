@@ -13,12 +13,12 @@ import torch
 
 from moemerge import api
 from moemerge.config.faults import parse_settings
+from moemerge.config.repair_settings import Targets
+from moemerge.config.text_settings import GenerationSettings
 from moemerge.lab.generation.engine import CompletionRequest
-from moemerge.lab.generation.settings import GenerationSettings
 from moemerge.lab.generation.transformers_engine import TransformersEngine
 from moemerge.lab.testbed import TrainedSet
 from moemerge.lab.testbed.tasks import Problem, check_all, problems
-from moemerge.repairs.calibration.settings import Targets
 from moemerge.runtime.progress import Silent
 from moemerge.text.rows import write_rows
 from moemerge.text.tokens import load_tokenizer, prompt_tokens

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from moemerge.config.repair_settings import CalibrationSettings
 from moemerge.families.rules import Score
-from moemerge.repairs.calibration.settings import CalibrationSettings
 from moemerge.repairs.lockstep.experts import maps_json
 from moemerge.repairs.lockstep.inputs import base_notices, check_source_text, read_text
 from moemerge.repairs.lockstep.job import OpenedRepair, RepairJob

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moemerge.config.repair_settings import CALIBRATION
 from moemerge.repairs.calibration.layer import Agreement, LayerResult
-from moemerge.repairs.calibration.settings import CALIBRATION
 from moemerge.repairs.lockstep.models import SkippedRouter
 from moemerge.repairs.lockstep.report import RepairReport
 from moemerge.report.files import in_markdown

@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from moemerge.config.repair_settings import CalibrationSettings
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.forward.router_stream import RouterStop
 from moemerge.repairs.calibration.job import CalibrationJob
 from moemerge.repairs.calibration.layer import calibrate_layer
 from moemerge.repairs.calibration.report import layer_row
-from moemerge.repairs.calibration.settings import CalibrationSettings
 from moemerge.repairs.lockstep.job import RepairRun
 from moemerge.repairs.lockstep.journal import Entry
 from moemerge.repairs.lockstep.models import MERGED, PairedRouter, RouterWeights

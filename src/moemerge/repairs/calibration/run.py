@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from moemerge.config.repair_settings import CalibrationSettings
 from moemerge.repairs.calibration.job import (
     CalibrationJob,
     CalibrationRequest,
@@ -14,7 +15,6 @@ from moemerge.repairs.calibration.job import (
 from moemerge.repairs.calibration.layer import calibrate_layer
 from moemerge.repairs.calibration.report import CalibrationReport, holdout_notices, totals
 from moemerge.repairs.calibration.routers import RouterCalibrator, solve_settings
-from moemerge.repairs.calibration.settings import CalibrationSettings
 from moemerge.repairs.lockstep.job import OpenedRepair, RepairRun, RepairSteps, run_repair
 from moemerge.repairs.lockstep.models import require_calibratable
 from moemerge.repairs.lockstep.output import Output

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import torch
 
+from moemerge.config.repair_settings import DistillSettings
 from moemerge.forward.settings import HEADROOM
 from moemerge.forward.trainable import TrainedLayout
 from moemerge.repairs.distilling.memory import TrainingSize
 from moemerge.repairs.distilling.optimisers import OptimiserName
-from moemerge.repairs.distilling.settings import DistillSettings
 from moemerge.repairs.lockstep.job import RepairJob
 from moemerge.repairs.lockstep.request import RepairRequest, request_key
 from moemerge.runtime.devices import available_memory

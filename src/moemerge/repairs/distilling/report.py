@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moemerge.repairs.distilling.settings import DISTILLATION
+from moemerge.config.repair_settings import DISTILLATION
 from moemerge.repairs.lockstep.report import RepairReport
 from moemerge.report.files import in_markdown
 

@@ -11,13 +11,13 @@ import torch
 
 from moemerge.checkpoint import format_size
 from moemerge.checkpoint.output import writing
+from moemerge.config.repair_settings import DistillSettings
 from moemerge.errors import ArchitectureError, DataError, ResourceError
 from moemerge.families.opened import OpenModel
 from moemerge.forward.settings import HEADROOM, vocabulary_size
 from moemerge.forward.trainable import TrainedLayout
 from moemerge.repairs.distilling.job import DistillJob, DistillRequest
 from moemerge.repairs.distilling.report import DistillReport
-from moemerge.repairs.distilling.settings import DistillSettings
 from moemerge.repairs.distilling.student import Student, StudentOptions
 from moemerge.repairs.distilling.teachers import positions, run_teacher
 from moemerge.repairs.distilling.training import Progressed, Trainer

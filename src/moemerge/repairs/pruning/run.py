@@ -12,6 +12,7 @@ from typing import Any
 
 from moemerge.checkpoint import CheckpointWriter, check_output, require_space
 from moemerge.checkpoint.patch import DEFAULT_SHARD_BYTES, other_files
+from moemerge.config.repair_settings import PRUNE, PruningSettings
 from moemerge.errors import DataError
 from moemerge.families.architecture import RouterInfo
 from moemerge.families.opened import OpenModel, open_model
@@ -25,7 +26,6 @@ from moemerge.repairs.lockstep.report import RepairReport
 from moemerge.repairs.lockstep.request import RepairRequest
 from moemerge.repairs.lockstep.streams import process_bytes
 from moemerge.repairs.pruning.scores import LayerScores, score_experts
-from moemerge.repairs.pruning.settings import PRUNE, PruningSettings
 from moemerge.repairs.pruning.slicing import (
     kept_count,
     pruned_routers,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moemerge.config.repair_settings import ExpertScore
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.families.architecture import RouterInfo
 from moemerge.families.opened import OpenModel
@@ -17,7 +18,6 @@ from moemerge.forward.settings import MemoryEstimate, StreamSettings
 from moemerge.forward.stream import ModelStream
 from moemerge.forward.tokens import routing_of, sort_by_expert
 from moemerge.repairs.lockstep.streams import Need, open_streams
-from moemerge.repairs.pruning.settings import ExpertScore
 from moemerge.runtime.progress import Progress
 from moemerge.text.batches import Batch
 

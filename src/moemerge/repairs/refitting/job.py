@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moemerge.config.repair_settings import RefitSettings
 from moemerge.errors import UsageError
 from moemerge.families.opened import OpenModel
 from moemerge.forward.settings import stored_dtype
@@ -20,7 +21,6 @@ from moemerge.repairs.lockstep.job import OpenedRepair, RepairJob
 from moemerge.repairs.lockstep.models import PairedRouter, gate_notices, pair_routers
 from moemerge.repairs.lockstep.request import RepairRequest, request_key
 from moemerge.repairs.refitting.gradient import BATCH_TOKENS
-from moemerge.repairs.refitting.settings import RefitSettings
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.text.batches import Batch
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding
 from moemerge.checkpoint.requantise import round_trip
+from moemerge.config.repair_settings import Part
 from moemerge.errors import ArchitectureError
 from moemerge.families.architecture import RouterInfo
 from moemerge.families.roles import Role, Unit
@@ -28,7 +29,6 @@ from moemerge.forward.loading import NameMap
 from moemerge.forward.routers import Anatomy, RouterModule
 from moemerge.repairs.lockstep.models import PairedRouter
 from moemerge.repairs.refitting.least_squares import Quantise
-from moemerge.repairs.refitting.settings import Part
 from moemerge.runtime.gpu import to_host
 
 _NUMBER = re.compile(r"\.\d+\.")

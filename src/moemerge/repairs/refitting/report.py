@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from moemerge.checkpoint.quantised.tensor import Rounding
+from moemerge.config.repair_settings import REFIT
 from moemerge.repairs.lockstep.report import RepairReport
 from moemerge.repairs.refitting.least_squares import Fit
 from moemerge.repairs.refitting.routers import RouterFit
-from moemerge.repairs.refitting.settings import REFIT
 from moemerge.report.files import in_markdown
 from moemerge.routing.cg import Status
 from moemerge.runtime.progress import counted

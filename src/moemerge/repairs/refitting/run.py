@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moemerge.checkpoint.patch import Quantised
 from moemerge.checkpoint.reader import OverlaidCheckpoint
+from moemerge.config.repair_settings import RefitSettings
 from moemerge.families.opened import OpenModel
 from moemerge.forward.input_hooks import ExpertsHook, UnitMap
 from moemerge.repairs.lockstep.job import OpenedRepair, RepairRun, RepairSteps, run_repair
@@ -28,7 +29,6 @@ from moemerge.repairs.refitting.loop import RefitLoop
 from moemerge.repairs.refitting.plan import RefitPlan, make_plan, planned_names
 from moemerge.repairs.refitting.report import RefitReport, few_tokens
 from moemerge.repairs.refitting.routers import fit_router
-from moemerge.repairs.refitting.settings import RefitSettings
 from moemerge.repairs.refitting.streams import RefitStreams, build_streams, require_same_shapes
 from moemerge.routing.products import logits_of, working_dtype
 from moemerge.runtime.progress import Progress

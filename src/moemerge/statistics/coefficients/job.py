@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moemerge.config.coefficients import NeuronGroups
+from moemerge.config.job_settings import CoefficientMethod, CoefficientSettings
 from moemerge.config.models import ModelRef
 from moemerge.errors import UsageError
 from moemerge.families.names import split_layer
@@ -17,7 +18,6 @@ from moemerge.forward.settings import StreamSettings, batch_tokens, forward_dtyp
 from moemerge.repairs.lockstep.inputs import check_same_tokens, read_text, require_streamable
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.outputs import FileKind, check_output_file
-from moemerge.statistics.coefficients.settings import CoefficientMethod, CoefficientSettings
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moemerge.checkpoint.output import temporary_sibling
 from moemerge.config.coefficients import EVERYWHERE, LETTERS, NeuronGroups
+from moemerge.config.job_settings import CollectingSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import StatisticsKind
 from moemerge.config.settings import ForwardSettings
@@ -36,7 +37,6 @@ from moemerge.statistics.coefficients.maths import (
 from moemerge.statistics.collecting.forward import StateStore
 from moemerge.statistics.collecting.job import CollectRequest
 from moemerge.statistics.collecting.run import run_collect
-from moemerge.statistics.collecting.settings import CollectingSettings
 from moemerge.text.batches import Batch
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from moemerge.checkpoint import require_space
+from moemerge.config.job_settings import CollectingSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import DataError
@@ -21,7 +22,6 @@ from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.runtime.ranks import Ranks, own_device
 from moemerge.statistics import Provenance
-from moemerge.statistics.collecting.settings import CollectingSettings
 from moemerge.statistics.file import stored_shape
 from moemerge.statistics.provenance import (
     data_fingerprint,

@@ -1,0 +1,25 @@
+"""The functions that run repairs, by verb. Importing one imports torch and transformers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from moemerge.config.repairs import Repair
+
+RUNNERS = {
+    "calibrate": "calibration.run:run_calibration",
+    "distill": "distilling.run:run_distillation",
+    "prune": "pruning.run:run_prune",
+    "refit": "refitting.run:run_refit",
+}
+
+
+def load_runner(repair: Repair) -> Callable[[Any, Any], Any]:
+    """Return the function that takes a request and a progress bar, and returns a report."""
+    module, _, function = RUNNERS[repair.verb].partition(":")
+    run: Callable[[Any, Any], Any] = getattr(
+        importlib.import_module(f"moemerge.repairs.{module}"), function
+    )
+    return run
