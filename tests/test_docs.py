@@ -156,3 +156,12 @@ def test_the_notebook_runs(tmp_path):
     printed = "".join(last["outputs"][0]["text"])
     assert all(name in printed for name in ("model", "calibrated", "refitted"))
     assert (tmp_path / "refitted" / "model.safetensors").exists()
+
+
+def test_no_file_names_a_package_index():
+    """Nothing is published there, and the name could belong to somebody else."""
+    hosts = re.compile(r"\b(test\.)?pypi\.org|files\.pythonhosted\.org")
+    kept = (".py", ".md", ".yml", ".toml", ".html", ".js", ".ipynb")
+    files = [p for top in ("src", "docs", "examples") for p in (ROOT / top).rglob("*")]
+    found = [p for p in files if p.suffix in kept and hosts.search(p.read_text(encoding="utf-8"))]
+    assert not found

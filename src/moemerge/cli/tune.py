@@ -58,11 +58,14 @@ def _summary(report: TuningReport) -> Table:
     if settings["lora"] is not None:
         what = f"a LoRA of rank {settings['lora']} on {what}"
     speed = report.steps - report.resumed
+    loss = f"{report.first_loss:.4g}, the mean over the run"
+    if not report.one_pass:
+        loss = f"{report.first_loss:.4g} in the first epoch, {report.last_loss:.4g} in the last"
     rows = [
         ("trained", f"{what}: {report.parameters:,} parameters"),
         ("rows", f"{report.rows:,}; {report.learnt:,} of {counted(report.tokens, 'token')} learnt"),
         ("steps", f"{report.steps:,} ({report.epochs:.3g} epochs)"),
-        ("loss", f"{report.first_loss:.4g} at first, {report.last_loss:.4g} at last"),
+        ("loss", loss),
         ("time", f"{report.training_seconds:.1f} s for {counted(speed, 'step')}"),
         (report.kind, report.output),
     ]

@@ -54,8 +54,7 @@ The resolved configuration, which {again}:
 ```yaml
 {config}```
 
-Made with [moemerge](https://pypi.org/project/moemerge/) {version}. The report on every input
-tensor is in `moemerge_report.json`.
+Made with moemerge {version}. The report on every input tensor is in `moemerge_report.json`.
 """
 
 

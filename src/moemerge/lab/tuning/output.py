@@ -28,6 +28,7 @@ from moemerge.runtime.progress import counted
 from moemerge.version import __version__
 
 MOST_POINTS: Final = 1000  # of the loss curve in a report
+EPSILON: Final = 1e-6  # of an epoch: trl computes epochs in floating point
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class CurvePoint:
     """One step of the loss curve."""
 
     step: int
+    epoch: float  # passes over the rows at the end of the step
     loss: float
     learning_rate: float
     gradient: float  # the gradient's norm before clipping
@@ -66,15 +68,27 @@ class TuningReport:
     seconds: float
     training_seconds: float
 
+    # The losses of two steps differ by their rows more than by what was learnt. Only means over
+    # all rows are comparable: those of the first and the last epoch. Shorter runs have one mean.
+
     @property
     def first_loss(self) -> float:
-        return self.curve[0].loss
+        """The mean loss over the first epoch."""
+        return self._mean_loss(self.epochs if self.one_pass else 1.0)
 
     @property
     def last_loss(self) -> float:
-        """The mean loss of the last tenth of the steps, since one batch is noisy."""
-        last = self.curve[-max(1, len(self.curve) // 10) :]
-        return sum(point.loss for point in last) / len(last)
+        """The mean loss over the last epoch; `first_loss` if there are less than two."""
+        return self.first_loss if self.one_pass else self._mean_loss(self.epochs, self.epochs - 1)
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether the run is too short to compare two epochs."""
+        return self.epochs < 2 - EPSILON
+
+    def _mean_loss(self, to: float, after: float = 0.0) -> float:
+        losses = [p.loss for p in self.curve if after + EPSILON < p.epoch <= to + EPSILON]
+        return sum(losses) / len(losses)
 
     def to_json(self) -> dict[str, Any]:
         values = {name: value for name, value in vars(self).items() if name != "curve"}
@@ -129,8 +143,17 @@ def _words(report: TuningReport) -> str:
         f"learnt), {counted(report.steps, 'step')} of {counted(settings['batch'], 'row')} "
         f"({report.epochs:.3g} epochs), "
         f"learning rate {settings['learning_rate']:g} ({settings['schedule']}, warm-up "
-        f"{settings['warmup']:g}), load-balancing loss {settings['aux_loss']:g}. The loss went "
-        f"from {report.first_loss:.4g} to {report.last_loss:.4g} (mean of the last tenth)."
+        f"{settings['warmup']:g}), load-balancing loss {settings['aux_loss']:g}. "
+        f"{_loss_words(report)}"
+    )
+
+
+def _loss_words(report: TuningReport) -> str:
+    if report.one_pass:
+        return f"The mean loss over the run was {report.first_loss:.4g}."
+    return (
+        f"The mean loss over the rows went from {report.first_loss:.4g} in the first epoch to "
+        f"{report.last_loss:.4g} in the last."
     )
 
 

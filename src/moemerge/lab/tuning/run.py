@@ -129,6 +129,7 @@ def _report(
     curve = tuple(
         CurvePoint(
             int(point["step"]),
+            float(point["epoch"]),
             float(point["loss"]),
             float(point["learning_rate"]),
             float(point["grad_norm"]),

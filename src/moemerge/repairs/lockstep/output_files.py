@@ -126,9 +126,7 @@ def _card(
     repair = report.repair
     if "merge" not in earlier and os.path.isfile(written):
         old = read_file(written).decode("utf-8", "replace").rstrip("\n")
-        made = (
-            f"{repair.card_done} with [moemerge](https://pypi.org/project/moemerge/) {__version__}."
-        )
+        made = f"{repair.card_done} with moemerge {__version__}."
         return f"{old}\n\n## {repair.card_title}\n\n{made} {report.card_section}\n"
     merge = earlier.get("merge", {})
     inputs = merge.get("inputs", {})
