@@ -27,8 +27,8 @@ from moemerge.cli.render import NumberTable, merge_report
 from moemerge.cli.repair_tables import calibrate_report
 from moemerge.cli.routing_table import diagnosis_report
 from moemerge.config.schema import REPAIRS
-from moemerge.report.words import Quantity
 from moemerge.routing.figures import FIGURES
+from moemerge.runtime.formatting import Quantity
 from moemerge.runtime.journals import journal_path
 from terminal import printed, succeed
 

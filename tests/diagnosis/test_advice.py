@@ -7,8 +7,8 @@ import pytest
 from moemerge.diagnosis.advice import Measurements, advise, concentrated
 from moemerge.diagnosis.results import DomainTotal, LayerDiagnosis, Swap
 from moemerge.diagnosis.verdict import overall_totals, recommended, theory, verdict_of
-from moemerge.report.words import percent
 from moemerge.routing.figures import FIGURES
+from moemerge.runtime.formatting import percent
 
 
 def row(layer, mismatch, **values):

@@ -13,7 +13,7 @@ from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import Reporting, verb
 from moemerge.cli.render import NumberTable, facts
 from moemerge.lab.evaluation.settings import EvaluationOutputSettings, EvaluationSettings
-from moemerge.report.words import short, with_error
+from moemerge.runtime.formatting import short, with_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from rich.text import Text
 from moemerge.cli.render import NumberTable, facts, requantised
 from moemerge.cli.wording import in_flags
 from moemerge.config.settings import AUTO_HOLDOUT_ROWS
-from moemerge.report.words import Quantity, percent, with_error
+from moemerge.runtime.formatting import Quantity, percent, with_error
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from moemerge.cli.render import NumberTable, facts
 from moemerge.diagnosis.verdict import DAMAGED, INTACT, SLIGHT
-from moemerge.report.words import Quantity, display_names, percent, with_error
 from moemerge.routing.figures import FIGURES, Figure
+from moemerge.runtime.formatting import Quantity, display_names, percent, with_error
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from moemerge.diagnosis.verdict import (
     theory,
     won_back,
 )
-from moemerge.report.words import percent, plain
+from moemerge.runtime.formatting import percent, plain
 
 # The mismatch is concentrated in a run of layers if they have most of it and are much worse than
 # the rest.

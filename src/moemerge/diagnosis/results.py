@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Final
 
 from moemerge.errors import UsageError
-from moemerge.report.words import Quantity, perplexity
 from moemerge.routing.figures import FIGURES, Figure, Measured, total_figures
+from moemerge.runtime.formatting import Quantity, perplexity
 
 KIND: Final = "diagnosis"
 # The diagnosed model's name in the rows; compared models go by their labels.

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from moemerge.checkpoint.model_card import REPORT_NAME
 from moemerge.config.documents import CalibrationDocument, RefitDocument, parse_document
 from moemerge.config.job_settings import DiagnosisSettings
 from moemerge.config.settings import as_flags, plugin_flags
@@ -53,13 +54,12 @@ from moemerge.repairs.lockstep.inputs import settings_data
 from moemerge.repairs.lockstep.models import PairedRouter
 from moemerge.repairs.lockstep.output import Output
 from moemerge.repairs.lockstep.streams import Stops, Visitor, open_lockstep, walk
-from moemerge.report.files import REPORT_NAME
-from moemerge.report.words import display_names
 from moemerge.routing.figures import FIGURES
 from moemerge.routing.measure import FigureSums, RouterView, compare
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.files import read_object
+from moemerge.runtime.formatting import display_names
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks
 from moemerge.text.rows import source_names

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moemerge.checkpoint import CheckpointPatch, check_output, require_space
+from moemerge.checkpoint.model_card import CARD_NAME, CONFIG_NAME, REPORT_NAME, report_file
 from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelLike
 from moemerge.errors import ArchitectureError, NumericalError
@@ -22,7 +23,6 @@ from moemerge.repairs.lockstep.models import (
     require_same_family,
     routing_tensors,
 )
-from moemerge.report.files import CARD_NAME, CONFIG_NAME, REPORT_NAME, report_file
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.progress import Progress
 from moemerge.version import __version__

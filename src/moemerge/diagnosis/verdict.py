@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from moemerge.diagnosis.results import MODEL, DomainTotal, KeyNumber, Swap, Verdict
-from moemerge.report.words import percent, plain
+from moemerge.runtime.formatting import percent, plain
 
 # Mean mismatch up to which a verdict holds. Rounding to bfloat16 alone changes a few in a thousand
 # choices. The paper calls a merge with half of them changed broken down.

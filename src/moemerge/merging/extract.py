@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from moemerge.checkpoint import Checkpoint, CheckpointPatch, check_output, require_space
 from moemerge.checkpoint.folder import SINGLE, is_weights
+from moemerge.checkpoint.model_card import (
+    CARD_NAME,
+    CONFIG_NAME,
+    REPORT_NAME,
+    model_card,
+    report_file,
+)
 from moemerge.checkpoint.output import KEPT_FOLDER
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import RowRange
@@ -24,7 +31,6 @@ from moemerge.families.roles import Unit
 from moemerge.merging.kept import KEPT_MANIFEST, LEFT, MASK, REST, RIGHT, part_name, rebuild_unit
 from moemerge.merging.matching import UnitIndex, require_one_family, require_shape
 from moemerge.registry import did_you_mean
-from moemerge.report.files import CARD_NAME, CONFIG_NAME, REPORT_NAME, model_card, report_file
 from moemerge.runtime.checksums import CHECKSUMS, verify_checksums
 from moemerge.runtime.files import file_digest, read_object
 from moemerge.runtime.lazy import torch

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from moemerge.checkpoint import CheckpointWriter, TensorInfo
 from moemerge.checkpoint.folder import SINGLE
+from moemerge.checkpoint.model_card import report_bytes
 from moemerge.checkpoint.output import KEPT_FOLDER
 from moemerge.checkpoint.patch import DEFAULT_SHARD_BYTES
 from moemerge.config.schema import Keep, KeptModels
@@ -27,7 +28,6 @@ from moemerge.families.opened import OpenModel
 from moemerge.families.roles import Unit
 from moemerge.merging.plan import MergePlan, UnitMerge
 from moemerge.methods._spectra import Spectrum
-from moemerge.report.files import report_bytes
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.files import file_digest
 from moemerge.runtime.lazy import np, torch

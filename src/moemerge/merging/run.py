@@ -19,6 +19,15 @@ from moemerge.checkpoint import (
     parse_size,
     require_space,
 )
+from moemerge.checkpoint.model_card import (
+    CARD_NAME,
+    CONFIG_NAME,
+    REPORT_NAME,
+    in_code,
+    in_markdown,
+    model_card,
+    report_file,
+)
 from moemerge.checkpoint.requantise import QuantisingWriter, static_scale_notices
 from moemerge.config.checks import filter_faults
 from moemerge.config.coefficients import Coefficients
@@ -44,15 +53,6 @@ from moemerge.merging.statistics import (
     pending_bytes,
 )
 from moemerge.merging.tokenizer.embeddings import plan_vocabularies
-from moemerge.report.files import (
-    CARD_NAME,
-    CONFIG_NAME,
-    REPORT_NAME,
-    in_code,
-    in_markdown,
-    model_card,
-    report_file,
-)
 from moemerge.runtime.devices import check_device, host_memory, resolve_device
 from moemerge.runtime.process import disk_bytes_read, paused_collector
 from moemerge.runtime.progress import Progress, counted

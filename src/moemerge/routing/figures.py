@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from moemerge.families.rules import Gate
-from moemerge.report.words import FigureWords, Quantity
 from moemerge.routing.gates import (
     Curvature,
     divergence,
@@ -35,6 +34,7 @@ from moemerge.routing.gates import (
     slope,
     token_weights,
 )
+from moemerge.runtime.formatting import FigureWords, Quantity
 
 # The paper's bounds for the relative logit shift of Lemma 1's neighbourhood.
 SMALL_SHIFT: Final = 0.1

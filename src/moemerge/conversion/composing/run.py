@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moemerge.checkpoint import CheckpointPatch, CheckpointWriter, TensorInfo, hub_ids, parse_size
+from moemerge.checkpoint.model_card import in_code, model_card, own_files
 from moemerge.checkpoint.output import temporary_sibling
 from moemerge.config.dump import config_data, dump_document
 from moemerge.config.job_settings import ComposeConfig, ComposeSettings
@@ -36,7 +37,6 @@ from moemerge.families.opened import OpenModel, open_model
 from moemerge.forward.settings import StreamSettings, forward_dtype
 from moemerge.repairs.lockstep.inputs import settings_data
 from moemerge.repairs.lockstep.output_files import COMPOSITION
-from moemerge.report.files import in_code, model_card, own_files
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress, counted

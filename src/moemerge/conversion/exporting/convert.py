@@ -14,6 +14,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from moemerge.checkpoint import CheckpointWriter, TensorInfo, check_output, require_space
+from moemerge.checkpoint.model_card import CARD_NAME, CONFIG_NAME, REPORT_NAME, report_file
 from moemerge.config.job_settings import ExpertLayoutName
 from moemerge.config.models import ModelLike
 from moemerge.conversion.exporting.targets import StoredUnits
@@ -23,7 +24,6 @@ from moemerge.families.opened import OpenModel, open_model
 from moemerge.families.roles import WHOLE, Unit
 from moemerge.forward.loading import loaded_architecture, map_stored
 from moemerge.repairs.lockstep.output_files import earlier_report
-from moemerge.report.files import CARD_NAME, CONFIG_NAME, REPORT_NAME, report_file
 from moemerge.runtime.progress import Progress, counted, first_few
 
 SHARD_BYTES: Final = 5 * 10**9

@@ -19,6 +19,7 @@ from torch import Tensor
 from moemerge.checkpoint import TensorInfo, hub_ids, require_space
 from moemerge.checkpoint.adapter import CONFIG, PEFT_LAYOUT, PREFIX
 from moemerge.checkpoint.folder import ADAPTER_WEIGHTS
+from moemerge.checkpoint.model_card import in_code, model_card, own_files
 from moemerge.checkpoint.output import OutputFolder, check_output, writing
 from moemerge.checkpoint.reader import AdaptedCheckpoint, as_ref
 from moemerge.checkpoint.safetensors_file import build_header
@@ -41,7 +42,6 @@ from moemerge.errors import ArchitectureError, CheckpointError, NumericalError
 from moemerge.families.opened import OpenModel, open_model
 from moemerge.families.roles import WHOLE
 from moemerge.repairs.lockstep.models import require_same_family
-from moemerge.report.files import in_code, model_card, own_files
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.files import write_file

@@ -42,8 +42,8 @@ from moemerge.lab.generation.run import (
 )
 from moemerge.lab.verification.judgement import Verifier
 from moemerge.lab.verification.verifiers import CachedVerifier, check_rows, make_verifier
-from moemerge.report.words import display_names
 from moemerge.runtime.files import make_folder, read_object, write_whole
+from moemerge.runtime.formatting import display_names
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.templates import has_template
 from moemerge.text.tokens import Tokenizer

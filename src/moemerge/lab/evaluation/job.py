@@ -22,7 +22,7 @@ from moemerge.lab.evaluation.settings import (
 )
 from moemerge.lab.generation.prompts import PromptRow, located, read_prompts
 from moemerge.registry import did_you_mean
-from moemerge.report.words import display_names
+from moemerge.runtime.formatting import display_names
 from moemerge.runtime.outputs import check_name
 from moemerge.text.rows import TextSource, check_text, read_rows
 

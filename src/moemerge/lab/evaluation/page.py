@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from moemerge.checkpoint.locate import is_hub_id
+from moemerge.checkpoint.model_card import CARD_NAME
 from moemerge.errors import DataError
 from moemerge.lab.evaluation.answers import ScoredTask
 from moemerge.lab.evaluation.report import EvaluationReport
 from moemerge.lab.generation.engine import Finish
 from moemerge.lab.generation.run import Answer
-from moemerge.report.files import CARD_NAME
 from moemerge.runtime.checksums import update_checksum
 from moemerge.runtime.files import write_whole
 from moemerge.runtime.progress import counted

@@ -25,7 +25,7 @@ from moemerge.lab.evaluation.significance import (
 )
 from moemerge.lab.evaluation.text_losses import TextPerplexity, text_headline
 from moemerge.lab.generation.run import Counts
-from moemerge.report.words import LEAST_P, p_value
+from moemerge.runtime.formatting import LEAST_P, p_value
 
 OVERALL: Final = "overall"
 

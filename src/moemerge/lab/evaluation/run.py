@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from moemerge.checkpoint.model_card import report_bytes, report_document
 from moemerge.config.models import ModelLike
 from moemerge.errors import DataError
 from moemerge.families.opened import OpenModel, open_model
@@ -42,7 +43,6 @@ from moemerge.lab.evaluation.report import EvaluationReport, TaskScores, compare
 from moemerge.lab.evaluation.settings import EvaluationSettings
 from moemerge.lab.evaluation.text_losses import TextPerplexity, compare_losses
 from moemerge.repairs.lockstep.output_files import earlier_report
-from moemerge.report.files import report_bytes, report_document
 from moemerge.report.scores import write_scores_page
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.files import make_folder, write_whole

@@ -16,7 +16,7 @@ from moemerge.lab.evaluation.significance import (
     interval,
     two_sided,
 )
-from moemerge.report.words import LEAST_P, p_value, perplexity
+from moemerge.runtime.formatting import LEAST_P, p_value, perplexity
 
 if TYPE_CHECKING:
     from moemerge.forward.losses import DocumentLosses

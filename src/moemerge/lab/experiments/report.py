@@ -17,9 +17,9 @@ from moemerge.lab.experiments.settings import BASE
 from moemerge.lab.experiments.summary import Comparison, RowSummary, Summary, TextSummary
 from moemerge.lab.experiments.tables import AS_MERGED, REFERENCE, TextTable
 from moemerge.report.frame import render_in_frame
-from moemerge.report.words import perplexity
-from moemerge.report.words import with_error as in_nats
 from moemerge.runtime.files import write_whole
+from moemerge.runtime.formatting import perplexity
+from moemerge.runtime.formatting import with_error as in_nats
 from moemerge.runtime.progress import counted
 from moemerge.version import __version__
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moemerge.checkpoint import CheckpointPatch, hub_ids, require_space
 from moemerge.checkpoint.adapter import MISTAKEN, PEFT_LAYOUT
 from moemerge.checkpoint.folder import ADAPTER_WEIGHTS
+from moemerge.checkpoint.model_card import in_code, model_card, own_files
 from moemerge.checkpoint.output import OutputFolder, temporary_sibling
 from moemerge.checkpoint.reader import AdaptedCheckpoint, as_ref
 from moemerge.checkpoint.safetensors_file import add_metadata
@@ -23,7 +24,6 @@ from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.families.roles import Role
 from moemerge.lab.tuning.job import TuningJob
 from moemerge.repairs.lockstep.output_files import TUNING, earlier_report
-from moemerge.report.files import in_code, model_card, own_files
 from moemerge.runtime.progress import counted
 from moemerge.version import __version__
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moemerge.checkpoint.model_card import in_markdown
 from moemerge.config.repair_settings import CALIBRATION
 from moemerge.repairs.calibration.layer import Agreement, LayerResult
 from moemerge.repairs.lockstep.models import SkippedRouter
 from moemerge.repairs.lockstep.report import RepairReport
-from moemerge.report.files import in_markdown
 from moemerge.routing import Preconditioner
 from moemerge.routing.cg import Status
 from moemerge.runtime.progress import counted

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moemerge.checkpoint.model_card import in_markdown
 from moemerge.config.repair_settings import DISTILLATION
 from moemerge.repairs.lockstep.report import RepairReport
-from moemerge.report.files import in_markdown
 
 
 @dataclass(frozen=True, kw_only=True)

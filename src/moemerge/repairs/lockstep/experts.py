@@ -15,13 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moemerge.checkpoint.model_card import REPORT_NAME
 from moemerge.checkpoint.reader import AdaptedCheckpoint
 from moemerge.errors import ArchitectureError, DataError, MoeMergeError, UsageError
 from moemerge.families.architecture import RouterInfo
 from moemerge.families.opened import OpenModel
 from moemerge.families.rules import Gate, Score, look_up
 from moemerge.registry import did_you_mean
-from moemerge.report.files import REPORT_NAME
 from moemerge.runtime.files import read_object
 from moemerge.runtime.lazy import torch
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moemerge.checkpoint.model_card import CONFIG_NAME
 from moemerge.config.fields import LayerSelection
 from moemerge.config.requests import BASE
 from moemerge.config.settings import ForwardSettings
@@ -18,7 +19,6 @@ from moemerge.config.yaml_lines import read_yaml
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
 from moemerge.families.opened import OpenModel
 from moemerge.registry import did_you_mean
-from moemerge.report.files import CONFIG_NAME
 from moemerge.runtime.files import read_utf8
 from moemerge.text.domains import Domain, TextSettings, load_domain, load_domains
 from moemerge.text.rows import TextSource

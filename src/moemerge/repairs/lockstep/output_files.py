@@ -9,6 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from moemerge.checkpoint import hub_ids
+from moemerge.checkpoint.model_card import (
+    CARD_NAME,
+    CONFIG_NAME,
+    REPORT_NAME,
+    in_code,
+    in_markdown,
+    model_card,
+    report_bytes,
+    report_file,
+)
 from moemerge.config.documents import MergeDocument, parse_document
 from moemerge.config.dump import dump_config
 from moemerge.config.faults import parse_settings
@@ -21,19 +31,9 @@ from moemerge.repairs.lockstep.experts import PRUNING
 from moemerge.repairs.lockstep.inputs import settings_data
 from moemerge.repairs.lockstep.report import RepairReport
 from moemerge.repairs.lockstep.request import RepairRequest
-from moemerge.report.files import (
-    CARD_NAME,
-    CONFIG_NAME,
-    REPORT_NAME,
-    in_code,
-    in_markdown,
-    model_card,
-    report_bytes,
-    report_file,
-)
-from moemerge.report.words import with_error
 from moemerge.runtime.checksums import update_checksum
 from moemerge.runtime.files import read_file, read_object, read_utf8, write_whole
+from moemerge.runtime.formatting import with_error
 from moemerge.runtime.progress import counted
 from moemerge.version import __version__
 

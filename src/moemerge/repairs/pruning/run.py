@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from moemerge.checkpoint import CheckpointWriter, check_output, require_space
+from moemerge.checkpoint.model_card import REPORT_NAME, in_code
 from moemerge.checkpoint.patch import DEFAULT_SHARD_BYTES, other_files
 from moemerge.config.repair_settings import PRUNE, PruningSettings
 from moemerge.errors import DataError
@@ -32,7 +33,6 @@ from moemerge.repairs.pruning.slicing import (
     require_sliceable,
     sliced_tensors,
 )
-from moemerge.report.files import REPORT_NAME, in_code
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from moemerge.checkpoint.model_card import in_markdown
 from moemerge.checkpoint.quantised.tensor import Rounding
 from moemerge.config.repair_settings import REFIT
 from moemerge.repairs.lockstep.report import RepairReport
 from moemerge.repairs.refitting.least_squares import Fit
 from moemerge.repairs.refitting.routers import RouterFit
-from moemerge.report.files import in_markdown
 from moemerge.routing.cg import Status
 from moemerge.runtime.progress import counted
 

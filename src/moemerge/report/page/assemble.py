@@ -17,7 +17,7 @@ from moemerge.report.page.checks import checks, solver
 from moemerge.report.page.experts import flows, loads
 from moemerge.report.page.layers import DRIFT, KL, MISMATCH, panels, refit_charts, swaps
 from moemerge.report.page.plots import Group, Reading, lines_of
-from moemerge.report.words import NONE, Quantity, number, short, with_error
+from moemerge.runtime.formatting import NONE, Quantity, number, short, with_error
 from moemerge.runtime.progress import counted
 
 TITLE = 60

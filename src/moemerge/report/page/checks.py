@@ -31,7 +31,7 @@ from moemerge.report.page.plots import (
     tag,
     trace_of,
 )
-from moemerge.report.words import known_mean, number, percent, plain, short
+from moemerge.runtime.formatting import known_mean, number, percent, plain, short
 
 HEIGHT = 260
 # The paper's bounds for the relative logit shift.

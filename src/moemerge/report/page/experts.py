@@ -19,7 +19,7 @@ from moemerge.report.page.plots import (
     go,
     plot,
 )
-from moemerge.report.words import layers_in_words, number, percent, short
+from moemerge.runtime.formatting import layers_in_words, number, percent, short
 
 # A Sankey diagram with more links is unreadable.
 LINKS = 24

@@ -29,7 +29,7 @@ from moemerge.report.page.plots import (
     series,
     trace_of,
 )
-from moemerge.report.words import Quantity, known_mean, number, percent, plain, short
+from moemerge.runtime.formatting import Quantity, known_mean, number, percent, plain, short
 
 PANEL_HEIGHT = 220
 TITLE = 40

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from moemerge.report.words import FigureWords, display_names, number, short
+from moemerge.runtime.formatting import FigureWords, display_names, number, short
 
 DiagnosisRow = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from moemerge.report.files import compressed, save_page
 from moemerge.report.frame import render_in_frame
-from moemerge.report.words import with_error
+from moemerge.runtime.formatting import with_error
 
 COLOURS: Final = 6  # colours of models in the style sheet
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moemerge.report.words import (
+from moemerge.runtime.formatting import (
     FigureWords,
     Quantity,
     display_names,
