@@ -121,12 +121,10 @@ def test_with_a_chat_template_rows_are_conversations(prompts, tmp_path):
     assert [turn["role"] for turn in turns] == ["system", "user", "assistant"]
 
 
-def test_what_a_sandbox_holds_is_said_before_programs_run(folder, tmp_path):
-    row, notes = {"prompt": "1+1=", "tests": "assert f() == 1"}, zoo.Notes()
-    path = zoo.write_rows(tmp_path / "p.jsonl", [row])
+def test_programs_are_judged_in_the_sandbox(folder, tmp_path):
+    path = zoo.write_rows(tmp_path / "p.jsonl", [{"prompt": "1+1=", "tests": "assert f() == 1"}])
     values = {"keep": "all", "verify": "code", "allow_code": True}
-    report = run_data(request(folder, tmp_path / "o.jsonl", prompts=[path], **values), notes)
-    assert notes.said[0].startswith("programs run in a sandbox (")
+    report = run_data(request(folder, tmp_path / "o.jsonl", prompts=[path], **values), zoo.Notes())
     assert sum(report.answers.grades.values()) == 1
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from moemerge.errors import DataError, UsageError
+from moemerge.lab.sandbox import Limits
 from moemerge.lab.verification.code_checks import CodeVerifier, program_of, row_tests
 from moemerge.lab.verification.judgement import Grade
-from moemerge.lab.verification.sandbox.process import Limits
 from moemerge.lab.verification.verifiers import ThreeSecondsVerifier
 
 HUMANEVAL = {

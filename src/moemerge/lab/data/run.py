@@ -151,7 +151,6 @@ def run_data(request: DataRequest, progress: Progress) -> DataReport:
             settings.verify,
             allow_code=settings.allow_code,
             workers=settings.workers,
-            progress=progress,
         )
     with opened as verifier:
         prompts, selected = select_prompts(request)

@@ -329,7 +329,6 @@ def opened_verifiers(job: EvaluationJob, progress: Progress) -> Iterator[dict[st
                     posed.verify,
                     allow_code=job.settings.allow_code,
                     workers=job.settings.workers,
-                    progress=progress,
                 )
                 made[posed.verify] = stack.enter_context(verifier)
             check_rows(made[posed.verify], [(row.where, row.fields) for row in posed.problems])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
+from moemerge.lab.sandbox import Limits, SandboxError, require_sandbox, run_confined
 from moemerge.lab.verification.judgement import (
     RIGHT,
     ComputedOnce,
@@ -18,8 +19,6 @@ from moemerge.lab.verification.judgement import (
     Judgement,
     Verifier,
 )
-from moemerge.lab.verification.sandbox.process import Ended, Limits, SandboxError
-from moemerge.lab.verification.sandbox.protections import strongest
 
 TESTS_HINT: Final = (
     "a row for code has 'tests' (a string or a list of asserts), or is one of HumanEval+ "
@@ -131,7 +130,6 @@ def _names(node: ast.stmt) -> list[str]:
     return []
 
 
-JUDGE: Final = "moemerge.lab.verification.harness:judge"
 # The time limit follows the row's own solution on this machine.
 TIMES_THE_REFERENCE: Final = 4.0
 LONGEST_REFERENCE: Final = 300.0
@@ -148,7 +146,7 @@ class CodeVerifier(Verifier):
                 "checking code means running programs that a model wrote",
                 hint="`allow_code=True` lets them run, in a sandbox",
             )
-        self._sandbox, self.protections = strongest()
+        require_sandbox()
         self._limits = limits or Limits()
         self._references: ComputedOnce[Tests, float] = ComputedOnce()
 
@@ -190,23 +188,20 @@ class CodeVerifier(Verifier):
     def _run(self, program: str, tests: Tests, limits: Limits) -> tuple[Judgement, float]:
         """Return the judgement of a program, and its processor time in seconds."""
         secret = secrets.token_hex(16)
-        job = {"program": program, "tests": tests.source, "secret": secret}
         try:
-            result = self._sandbox.run(JUDGE, json.dumps(job).encode(), limits)
+            result = run_confined(program, tests.source, secret, limits)
         except (SandboxError, OSError) as error:  # no more processes or memory
             return Judgement(Grade.UNDECIDED, str(error)), 0.0
-        if result.ended is Ended.TIME:
+        if result.timed_out:
             detail = f"stopped after {limits.cpu_seconds:g} s of processor time"
             if result.seconds >= limits.wall_seconds:
                 detail = f"stopped after {limits.wall_seconds:g} s on the clock: it waited"
             return Judgement(Grade.TIMEOUT, detail), result.seconds
         report = _report(result.answer, secret)
         if report is None:
-            why = {
-                Ended.KILLED: f"crashed (exit code {result.exit_code})",
-                Ended.OUTPUT: "printed too much",
-            }
-            detail = why.get(result.ended, "exited before its tests were done")
+            detail = "exited before its tests were done"
+            if result.exit_code:
+                detail = f"crashed (exit code {result.exit_code})"
             return Judgement(Grade.ERROR, detail), result.seconds
         if report["passed"]:
             return RIGHT, report["seconds"]

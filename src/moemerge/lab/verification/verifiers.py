@@ -21,6 +21,7 @@ from string import ascii_uppercase
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
+from moemerge.lab.sandbox import Limits
 from moemerge.lab.verification.code_checks import CodeVerifier, Tests, row_tests
 from moemerge.lab.verification.judgement import (
     RIGHT,
@@ -32,7 +33,6 @@ from moemerge.lab.verification.judgement import (
     compare_texts,
 )
 from moemerge.lab.verification.mathematics import MathVerifier, text_answer
-from moemerge.lab.verification.sandbox.process import Limits
 from moemerge.lab.verification.workers import WorkerPool
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import cpu_count
@@ -48,12 +48,8 @@ def make_verifier(
     *,
     allow_code: bool = False,
     workers: int | None = None,
-    progress: Progress | None = None,
 ) -> Verifier:
-    """Return the verifier of this name, or of `module:function`. Close it after use.
-
-    One that runs programs notes what protects this system from them.
-    """
+    """Return the verifier of this name, or of `module:function`. Close it after use."""
     makers: dict[str, Callable[[], Verifier]] = {
         "math": lambda: MathVerifier(workers=workers or cpu_count()),
         "code": lambda: CodeVerifier(allow_code=allow_code),
@@ -72,11 +68,7 @@ def make_verifier(
             f"unknown check {name!r}{did_you_mean(name, makers)}",
             hint=f"known: {', '.join(NAMES)}, or your own MODULE:FUNCTION",
         )
-    verifier = makers[name]()
-    if progress is not None and isinstance(verifier, CodeVerifier):
-        for line in verifier.protections.sentences():
-            progress.note(line)
-    return verifier
+    return makers[name]()
 
 
 def check_rows(verifier: Verifier, rows: Iterable[tuple[str, Fields]]) -> None:

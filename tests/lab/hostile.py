@@ -59,6 +59,29 @@ HOSTILE = {
     "a session of its own": (
         "import os, time\nos.setsid()\nos.system('sleep 60')\nwhile True: time.sleep(1)"
     ),
+    "signals by a file": (
+        "import fcntl, os\n"
+        "reading, writing = os.pipe()\n"
+        "fcntl.fcntl(reading, fcntl.F_SETOWN, PID)\n"
+        "fcntl.fcntl(reading, 10, 9)\n"  # F_SETSIG: SIGKILL
+        "fcntl.fcntl(reading, fcntl.F_SETFL, os.O_ASYNC)\n"
+        "os.write(writing, b'x')\n"
+    ),
+    "limits of others": (
+        "import ctypes, struct\n"
+        "limit = struct.pack('QQ', 77, 77)\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "if libc.prlimit(PID, 7, limit, None): raise OSError(ctypes.get_errno())\n"
+        "raise SystemExit"
+    ),
+    "shared memory": (
+        "import ctypes\n"
+        "if ctypes.CDLL(None).shmget(0, 2**30, 0o1600) < 0: raise OSError\n"
+    ),
+    "other users": (
+        "import ctypes\n"
+        "if ctypes.CDLL(None).unshare(0x10000000): raise OSError\n"
+    ),
     "ptrace": (
         "import ctypes\nassert ctypes.CDLL(None).ptrace(16, PID, 0, 0) == 0\nraise SystemExit"
     ),
