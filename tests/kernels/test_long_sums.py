@@ -144,6 +144,12 @@ def test_a_triton_that_cannot_compile_is_left_out_and_told(untried, tmp_path, mo
     ]
 
 
+def test_a_variable_turns_the_kernels_off(untried, monkeypatch):
+    monkeypatch.setenv("MOEMERGE_TRITON", "0")
+    monkeypatch.setattr(availability, "find_spec", lambda name: pytest.fail("looked for triton"))
+    assert not availability.triton_works(CUDA)
+
+
 @pytest.mark.gpu
 def test_it_works_on_a_gpu(untried):
     assert availability.triton_works(CUDA)

@@ -1,12 +1,13 @@
 """Test whether Triton can compile kernels on this machine, and launch them.
 
 Triton needs a C compiler and Python's headers, which neither torch nor Python install. Without them
-plain torch computes everything, only slower.
+plain torch computes everything, only slower. With MOEMERGE_TRITON=0 it always does.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from contextlib import nullcontext
 from functools import cache
@@ -36,7 +37,7 @@ def triton_works(device: torch.device) -> bool:
 
 @cache
 def _tried(device: torch.device) -> bool:
-    if find_spec("triton") is None:
+    if os.environ.get("MOEMERGE_TRITON") == "0" or find_spec("triton") is None:
         return False
     try:
         from moemerge.kernels.experts import gated
