@@ -60,7 +60,11 @@ def test_parquet(tmp_path, chat):
     parquet.write_table(pyarrow.table({"text": ["one"], "day": days}), tmp_path / "c.parquet")
     for name in ("b", "c"):
         with pytest.raises(DataError, match=rf"{name}\.parquet: not a readable"):
-            load_domain("math", tmp_path / f"{name}.parquet", chat)
+            load_domain("math", tmp_path / f"{name}.parquet", chat, TextSettings(group="day"))
+    domain = load_domain("math", tmp_path / "c.parquet", chat)  # reads what it needs
+    assert domain.notices == (
+        f"{tmp_path / 'c.parquet'}: only text of each row is used, not 'day'",
+    )
 
 
 @pytest.mark.parametrize(

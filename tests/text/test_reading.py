@@ -122,6 +122,25 @@ def test_what_unpacks_to_far_more_than_text_does_is_refused(tmp_path, monkeypatc
     assert len(Rows([file])) == 10**5
 
 
+@pytest.mark.parametrize("nested", [True, False])
+def test_parquet_that_repeats_a_large_text_is_refused(nested, tmp_path, plain, monkeypatch):
+    """A dictionary holds it once on disk, and 4,000 rows point to it."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file, large = tmp_path / "a.parquet", "x" * 20_000
+    texts, strings = arrow.array([large]), arrow.array([0] * 4000, arrow.int32())
+    column = arrow.DictionaryArray.from_arrays(strings, texts)
+    if nested:
+        column = arrow.StructArray.from_arrays([column], ["content"])
+        column = arrow.ListArray.from_arrays(arrow.array(range(4001), arrow.int32()), column)
+    table = arrow.table({"text": ["one"] * 4000, "unused": column})
+    parquet.write_table(table, file, compression="zstd")
+    monkeypatch.setattr(rows, "MOST_TEXT_BYTES", 10**6)
+    assert len(load_domain("d", file, plain, TextSettings(limit=4)).rows) == 4
+    with pytest.raises(DataError, match=r"row 1: the file unpacks to more than 200 times"):
+        list(Rows([file]))
+
+
 def test_a_row_is_bounded(tmp_path, monkeypatch):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "one"}\n' + json.dumps({"text": "two " * 100}) + "\n")

@@ -19,7 +19,7 @@ from moemerge.errors import DataError, TokenizerError, library_errors
 from moemerge.runtime.progress import counted
 from moemerge.text.domains import TextSettings
 from moemerge.text.reading import Rows
-from moemerge.text.rows import TextSource, UnreadKeys, source_names
+from moemerge.text.rows import TextSource, UnreadKeys, source_names, wanted_columns
 from moemerge.text.tokens import (
     JOINED,
     MARGIN,
@@ -63,7 +63,7 @@ def load_answers(
     sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase, settings: TextSettings
 ) -> Answers:
     """Return rows with answers; if `limit` applies, the seed selects the rows."""
-    rows = Rows(sources)
+    rows = Rows(sources, wanted_columns(settings.map))
     rng = random.Random(settings.seed * 0x1_0000_0000 + zlib.crc32(b"tune"))
     order, ordered = rows.drawn(None if settings.limit is None else rng)
     reader = _Reader(tokenizer, settings.max_length)

@@ -27,6 +27,7 @@ from moemerge.text.rows import (
     row_fields,
     source_names,
     too_large,
+    wanted_columns,
 )
 from moemerge.text.tokens import JOINED, RowText, answer_spans, mask_by_prefixes, tokenize
 
@@ -96,7 +97,7 @@ def load_domain(
     """Return rows as tokens; if a bound applies, the seed selects the rows."""
     settings = settings or TextSettings()
     sources = [sources] if isinstance(sources, str | Path) else sources
-    rows = Rows(sources)
+    rows = Rows(sources, wanted_columns(settings.map, settings.group))
     # The name is part of the seed: two domains of one file use different rows.
     rng = random.Random(settings.seed * 0x1_0000_0000 + zlib.crc32(name.encode()))
     unread = UnreadKeys(*filter(None, [settings.group]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -28,15 +28,18 @@ class Rows:
     files once. A pipe can be read only once, so its rows are always in memory.
     """
 
-    def __init__(self, sources: Sequence[TextSource]) -> None:
-        self._sources = tuple(sources)
+    def __init__(
+        self, sources: Sequence[TextSource], wanted: Collection[str] | None = None
+    ) -> None:
+        """Read them once; `wanted` as in `read_rows`."""
+        self._sources, self._wanted = tuple(sources), wanted
         self._held: list[TextRow] | None = []
         self._count = self.size = 0
         if any(isinstance(one, str | Path) and is_pipe(Path(one)) for one in sources):
-            self._held = read_rows(sources)
+            self._held = read_rows(sources, wanted=wanted)
             self._count, self.size = len(self._held), sum(row.size for row in self._held)
             return
-        for row in stream_rows(sources):
+        for row in stream_rows(sources, wanted=wanted):
             self._count += 1
             self.size += row.size
             if self.size > HELD_BYTES:
@@ -52,7 +55,7 @@ class Rows:
             yield from self._held
             return
         count = 0
-        for row in stream_rows(self._sources):
+        for row in stream_rows(self._sources, wanted=self._wanted):
             count += 1
             yield row
         if count != self._count:

@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ MOST_TEXT_BYTES = 2**29
 MOST_ROW_BYTES = 2**26
 MOST_TIMES = 200  # unpacked size divided by the file's
 PARQUET_ROWS = 64  # decoded at once
+BYTES_PER_VALUE = 16  # in memory, besides its text
 # Rows of a file whose format is checked before any work is done.
 CHECKED_ROWS = 100
 # Roles of ShareGPT's `from`.
@@ -68,6 +69,7 @@ class TextRow:
     where: str  # counted from 1
     content: bytes | Mapping[str, Any]
     size: int = 0  # in bytes, if it comes from a file
+    unread: tuple[str, ...] = ()  # columns of its file that the job does not need
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def check_text(
         for source in sources:
             # A pipe can be read only once.
             if isinstance(source, Mapping) or not is_pipe(Path(source)):
-                for row in read_rows([source], CHECKED_ROWS):
+                for row in read_rows([source], CHECKED_ROWS, wanted_columns(columns)):
                     parse_row(row, columns=columns)
 
 
@@ -126,11 +128,16 @@ def source_names(sources: Sequence[TextSource]) -> tuple[str, ...]:
     return files if not count else (*files, f"<{counted(count, 'row')} in memory>")
 
 
-def read_rows(sources: Sequence[TextSource], most: int | None = None) -> list[TextRow]:
-    """Return the rows of all files (the first `most` of each) and those in memory, in order."""
+def read_rows(
+    sources: Sequence[TextSource], most: int | None = None, wanted: Collection[str] | None = None
+) -> list[TextRow]:
+    """Return the rows of all files (the first `most` of each) and those in memory, in order.
+
+    Only the `wanted` columns of a parquet file are read; None means all.
+    """
     rows: list[TextRow] = []
     size = 0
-    for row in stream_rows(sources, most):
+    for row in stream_rows(sources, most, wanted):
         rows.append(row)
         size += row.size
         if size > MOST_TEXT_BYTES:
@@ -146,21 +153,24 @@ def too_large(where: str) -> DataError:
     )
 
 
-def stream_rows(sources: Sequence[TextSource], most: int | None = None) -> Iterator[TextRow]:
+def stream_rows(
+    sources: Sequence[TextSource], most: int | None = None, wanted: Collection[str] | None = None
+) -> Iterator[TextRow]:
     """Yield the same rows one by one, with only a few in memory."""
     for number, source in enumerate(sources, 1):
         if isinstance(source, Mapping):
             yield TextRow(f"row {number} in memory", source)
         else:
-            yield from _rows_of(Path(source), most)
+            yield from _rows_of(Path(source), most, wanted)
 
 
-def _rows_of(path: Path, most: int | None) -> Iterator[TextRow]:
+def _rows_of(path: Path, most: int | None, wanted: Collection[str] | None) -> Iterator[TextRow]:
     check_file(path)
-    reader = _parquet_rows if path.name.lower().endswith(".parquet") else _json_lines
+    parquet = path.name.lower().endswith(".parquet")
+    rows = _parquet_rows(path, wanted) if parquet else _json_lines(path)
     row = None
     try:
-        for row in itertools.islice(reader(path), most):
+        for row in itertools.islice(rows, most):
             yield row
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -194,18 +204,15 @@ def _json_lines(path: Path) -> Iterator[TextRow]:
                 if not line:
                     return
                 if packed and lines.tell() > max(MOST_TEXT_BYTES, MOST_TIMES * packed):
-                    raise DataError(
-                        f"{path}, row {number}: the file unpacks to more than {MOST_TIMES} times "
-                        "its size, which text does not",
-                        hint="unpack it, and see what it holds",
-                    )
+                    raise _bomb(f"{path}, row {number}")
                 if line.strip():
                     yield TextRow(f"{path}, row {number}", line, len(line))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip file ({error})") from error
 
 
-def _parquet_rows(path: Path) -> Iterator[TextRow]:
+def _parquet_rows(path: Path, wanted: Collection[str] | None) -> Iterator[TextRow]:
+    """Yield the rows of a table, with only the `wanted` columns, one row group after the other."""
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
@@ -215,24 +222,79 @@ def _parquet_rows(path: Path) -> Iterator[TextRow]:
         ) from None
     arrow = importlib.import_module("pyarrow")
     try:
-        number = 0
-        for batch in parquet.ParquetFile(path).iter_batches(PARQUET_ROWS):
-            size = batch.nbytes // max(1, len(batch))
-            if size > MOST_ROW_BYTES:
-                raise DataError(
-                    f"{path}: rows from {number + 1} on have more than "
-                    f"{MOST_ROW_BYTES >> 20} MiB each",
-                    hint="a row is a conversation or a page",
-                )
-            for row in batch.to_pylist():
-                number += 1
-                yield TextRow(f"{path}, row {number}", row, size)
+        table = parquet.ParquetFile(path)
+        names = table.schema_arrow.names
+        read = [name for name in names if wanted is None or name in wanted]
+        unread = tuple(name for name in names if name not in read)
+        leaves = [table.schema.column(n) for n in range(len(table.schema.names))]
+        texts = [
+            leaf.path
+            for leaf in leaves
+            if leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type != "DECIMAL"
+        ]
+        packed = parquet.ParquetFile(path, read_dictionary=texts)
+        most, unpacked, number = max(MOST_TEXT_BYTES, MOST_TIMES * path.stat().st_size), 0, 0
+        for group in range(table.num_row_groups):
+            columns = table.metadata.row_group(group)
+            chunks = [columns.column(n) for n in range(columns.num_columns)]
+            stored = sum(
+                chunk.total_uncompressed_size
+                for chunk in chunks
+                if chunk.path_in_schema.partition(".")[0] in read
+            )
+            # Strings stay in Arrow's dictionaries here: one that repeats is in memory once.
+            if stored <= most and read:
+                unpacked += _decoded_bytes(packed.read_row_group(group, columns=read))
+            if max(stored, unpacked) > most:
+                raise _bomb(f"{path}, row {number + 1}")
+            for batch in table.iter_batches(PARQUET_ROWS, row_groups=[group], columns=read):
+                size = _decoded_bytes(batch) // len(batch)
+                if size > MOST_ROW_BYTES:
+                    raise DataError(
+                        f"{path}: rows from {number + 1} on have more than "
+                        f"{MOST_ROW_BYTES >> 20} MiB each",
+                        hint="a row is a conversation or a page",
+                    )
+                for row in batch.to_pylist():
+                    number += 1
+                    yield TextRow(f"{path}, row {number}", row, size, unread)
     except (arrow.ArrowException, OSError, ValueError, OverflowError, KeyError) as error:
         # The last two are dates that Python cannot represent, and unknown time zones.
         raise DataError(f"{path}: not a readable parquet file ({error})") from error
 
 
+def _decoded_bytes(values: Any) -> int:
+    """Return the size of an Arrow table or array once every value has its own copy of its text."""
+    arrow, compute = (importlib.import_module(f"pyarrow{part}") for part in ("", ".compute"))
+    if not isinstance(values, arrow.Array):  # a table, a batch of rows, or a column in chunks
+        return sum(map(_decoded_bytes, getattr(values, "chunks", None) or values.columns))
+    size = BYTES_PER_VALUE * len(values)
+    if arrow.types.is_dictionary(values.type):
+        lengths = compute.binary_length(values.dictionary).take(values.indices)
+        return size + int(compute.sum(lengths).as_py() or 0)
+    if arrow.types.is_struct(values.type):
+        return size + sum(map(_decoded_bytes, values.flatten()))
+    if arrow.types.is_map(values.type):
+        return size + _decoded_bytes(values.keys) + _decoded_bytes(values.items)
+    if arrow.types.is_nested(values.type):
+        return size + _decoded_bytes(values.flatten())
+    return size + int(values.nbytes)
+
+
+def _bomb(where: str) -> DataError:
+    return DataError(
+        f"{where}: the file unpacks to more than {MOST_TIMES} times its size, which text does not",
+        hint="unpack it, and see what it holds",
+    )
+
+
 # --- forms --------------------------------------------------------------------------------------
+
+
+def wanted_columns(columns: Columns | None = None, group: str | None = None) -> set[str]:
+    """Return the columns that `parse_row` may read, and that of a `group`."""
+    forms = {key for keys in FORM_KEYS.values() for key in keys}
+    return {*forms, *(columns or {}).values(), *filter(None, [group])}
 
 
 class UnreadKeys:
@@ -285,19 +347,21 @@ def parse_row(
     if columns and any(column in fields for column in columns.values()):
         for name, column in columns.items():
             if column not in fields:
+                found = (*fields, *row.unread)
                 raise DataError(
-                    f"{row.where}: no column {column!r} for {name}{did_you_mean(column, fields)}",
-                    hint=f"columns: {', '.join(fields)}",
+                    f"{row.where}: no column {column!r} for {name}{did_you_mean(column, found)}",
+                    hint=f"columns: {', '.join(found)}",
                 )
         fields = {name: fields[column] for name, column in columns.items()}
     elif columns and unread is not None:
         unread.add_unmapped(row.where, columns.values())
     form = next((form for form in FORM_KEYS if form in fields), None)
     if form is None:
-        keys = ", ".join(f"{key!r:.80}" for key in itertools.islice(fields, 20)) or "none"
+        found = itertools.islice((*fields, *row.unread), 20)
+        keys = ", ".join(f"{key!r:.80}" for key in found) or "none"
         raise DataError(f"{row.where}: unknown form, keys found: {keys}", hint=ROW_FORMATS)
     if unread is not None:
-        unread.add(row.where, form, fields)
+        unread.add(row.where, form, (*fields, *row.unread))
     if form == "text":
         return _string(fields, form, row.where)
     if form in ("messages", "conversations"):
