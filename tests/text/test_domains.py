@@ -206,6 +206,40 @@ def test_keys_that_would_reach_the_terminal_are_refused(tmp_path, name, key):
         load_tokenizer(folder)
 
 
+GROWING = {"type": "Replace", "pattern": {"String": "o"}, "content": "o" * 1000}
+TWICE = [{"Sequence": {"id": "A", "type_id": 0}}] * 2
+
+
+@pytest.mark.parametrize(
+    ("part", "step"),
+    [
+        ("normalizer", {"type": "Sequence", "normalizers": [GROWING] * 4}),
+        ("normalizer", {**GROWING, "pattern": {"Regex": ""}}),
+        ("decoder", {"type": "Sequence", "decoders": [GROWING] * 4}),
+        (
+            "post_processor",
+            {
+                "type": "Sequence",
+                "processors": [
+                    {
+                        "type": "TemplateProcessing",
+                        "single": TWICE,
+                        "pair": TWICE,
+                        "special_tokens": {},
+                    }
+                ]
+                * 40,
+            },
+        ),
+    ],
+)
+def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path, part, step):
+    path = zoo.tiny_tokenizer(tmp_path) / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), part: step}))
+    with pytest.raises(TokenizerError, match=f"its {part} may make a text more than 100 times"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_longest_input_that_is_no_number_is_refused(tmp_path):
     path = zoo.tiny_tokenizer(tmp_path) / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": "x"}))

@@ -357,8 +357,8 @@ def parse_row(
         unread.add_unmapped(row.where, columns.values())
     form = next((form for form in FORM_KEYS if form in fields), None)
     if form is None:
-        found = itertools.islice((*fields, *row.unread), 20)
-        keys = ", ".join(f"{key!r:.80}" for key in found) or "none"
+        first = (*fields, *row.unread)[:20]
+        keys = ", ".join(f"{key!r:.80}" for key in first) or "none"
         raise DataError(f"{row.where}: unknown form, keys found: {keys}", hint=ROW_FORMATS)
     if unread is not None:
         unread.add(row.where, form, (*fields, *row.unread))

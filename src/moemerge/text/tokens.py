@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -25,6 +26,9 @@ CHARACTERS_AT_ONCE: Final = 10**6
 CHARACTERS_PER_TOKEN: Final = 16
 # Extra tokens: the last tokens of a cut text differ from those of the whole text.
 MARGIN: Final = 16
+# Largest growth of a text by a tokenizer, which may come from anywhere: a few nested replacements
+# turn one character into more than fits into memory.
+MOST_GROWTH: Final = 100
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -46,7 +50,35 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             "expected a number",
             hint=hint,
         )
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # None: written in Python
+    for part in ("normalizer", "post_processor", "decoder"):
+        step = getattr(backend, part, None)
+        if step is not None and _growth(json.loads(step.__getstate__())) > MOST_GROWTH:
+            raise TokenizerError(
+                f"{unusable}: its {part} may make a text more than {MOST_GROWTH} times as long",
+                hint=hint,
+            )
     return tokenizer  # type: ignore[no-any-return,unused-ignore]
+
+
+def _growth(step: Mapping[str, Any]) -> int:
+    """Return how many times as long a step of a tokenizer may make a text, at most."""
+    steps = [one for key in ("normalizers", "processors", "decoders") for one in step.get(key, ())]
+    kind = step["type"]
+    if kind == "Replace":
+        # An expression may match nothing, between any two characters.
+        found = len(step["pattern"].get("String", ""))
+        return max(1, -(-len(step["content"]) // found) if found else 1 + len(step["content"]))
+    if kind == "Prepend":
+        return 1 + len(step["prepend"])
+    if kind == "Precompiled":
+        return 32  # one is usual; twice, it squares
+    if kind == "TemplateProcessing":
+        ids = {name: len(token["ids"]) for name, token in step["special_tokens"].items()}
+        copies = sum("Sequence" in piece for piece in step["single"])
+        added = sum(ids[p["SpecialToken"]["id"]] for p in step["single"] if "SpecialToken" in p)
+        return max(copies, added, 1)
+    return math.prod(map(_growth, steps))
 
 
 def _check_keys(folder: Path, hint: str) -> None:

@@ -33,6 +33,16 @@ def test_refusals(zoo_folder, tmp_path):
     assert not out.exists()
 
 
+def test_an_expert_too_many_is_refused(zoo_folder, tmp_path):
+    with zoo.edited(zoo_folder("olmoe"), tmp_path / "model") as tensors:
+        for part in ("gate", "up", "down"):
+            name = f"model.layers.1.mlp.experts.{{}}.{part}_proj.weight"
+            tensors[name.format(zoo.EXPERTS)] = tensors[name.format(0)].clone()
+    with pytest.raises(ArchitectureError, match=r"no place for 3 stored tensors .*experts"):
+        moemerge.convert(tmp_path / "model", tmp_path / "out", layout="fused")
+    assert not (tmp_path / "out").exists()
+
+
 def test_values_that_are_not_finite(zoo_folder, tmp_path):
     name = "model.layers.1.self_attn.q_norm.weight"
     model = zoo.spoilt(zoo_folder("olmoe"), tmp_path / "model", name, torch.inf)

@@ -115,6 +115,29 @@ def test_only_what_changed_is_in_the_adapter(zoo_folder, tmp_path):
         )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_norms_keep_their_whole_change(dtype, zoo_folder, tmp_path):
+    """Near 1, sixteen bits hold only large changes."""
+    base, name = zoo_folder("olmoe"), "model.norm.weight"
+    with zoo.edited(base, tmp_path / "tuned") as values:
+        values[name] += 1e-4
+        values["lm_head.weight"][0] += 0.1  # peft wants at least one pair of factors
+    report = moemerge.extract_lora(tmp_path / "tuned", base, tmp_path / "lora", dtype=dtype)
+    assert {row.name: row.error for row in report.parameters}[name] == 0
+    with Checkpoint.open(f"{base}+{tmp_path / 'lora'}") as read:
+        assert torch.equal(read[name], values[name])
+    assert torch.equal(merged_by_peft(base, tmp_path / "lora")[name], values[name])
+
+
+def test_factors_beyond_the_range_of_float16(zoo_folder, tmp_path):
+    base, name = zoo_folder("olmoe"), "model.layers.0.self_attn.q_proj.weight"
+    with zoo.edited(base, tmp_path / "tuned") as values:
+        values[name] += 1e10
+    with pytest.raises(NumericalError, match=rf"{name}: the factors .* do not fit into float16"):
+        moemerge.extract_lora(tmp_path / "tuned", base, tmp_path / "lora", dtype="float16")
+    assert not (tmp_path / "lora").exists()
+
+
 def test_what_cannot_be_extracted_is_refused(pair, zoo_folder, tmp_path):
     tuned, base = pair
     out = tmp_path / "lora"

@@ -15,7 +15,7 @@ import zoo
 from moemerge.checkpoint import format_size
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.config.repair_settings import CalibrationSettings
-from moemerge.errors import ConfigError
+from moemerge.errors import ConfigError, UsageError
 from moemerge.repairs.calibration.job import CalibrationRequest
 from moemerge.repairs.calibration.report import holdout_notices
 from moemerge.repairs.calibration.run import run_calibration
@@ -130,6 +130,12 @@ def test_a_heavy_source_is_agreed_with(settings, case, tmp_path):
         assert after["kl_after"]["code"] > before["kl_after"]["code"]
     config = yaml.safe_load((tmp_path / "heavy" / "moemerge_config.yml").read_text())
     assert config["calibration"]["weights"] == {"math": 9.0}
+
+
+@pytest.mark.parametrize("weights", [{"math": 1e308, "code": 1e308}, {"math": 1e-200}])
+def test_weights_out_of_range_are_refused(weights, case, tmp_path):
+    with pytest.raises(UsageError, match="expected a number from 1e-09 to 1e"):
+        case.calibrate(tmp_path / "out", weights=weights)
 
 
 def test_the_base_is_recognised_by_its_folder(case, tmp_path, monkeypatch):

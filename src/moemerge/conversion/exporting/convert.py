@@ -133,6 +133,15 @@ def _plan(model: OpenModel, layout: ExpertLayoutName) -> tuple[list[Output], lis
         for unit in (u for n in tensors if n not in unused for u in model.architecture.units(n)):
             name = _published_name(model, unit)
             outputs.append(_output(stored, name, unit.shape, (replace(unit, slot=WHOLE),)))
+    kept = {unit.key for _, units in outputs for unit in units}
+    dropped = [n for n in tensors if any(u.key not in kept for u in model.architecture.units(n))]
+    if dropped:
+        raise ArchitectureError(
+            f"{model.label}: the {layout} layout has no place for "
+            f"{counted(len(dropped), 'stored tensor')} ({first_few(dropped)})",
+            hint="config.json states fewer experts or layers than the weights have: correct it, "
+            "or remove these tensors",
+        )
     made = {info.name: info.shape for info, _ in outputs}
     if made == {name: info.shape for name, info in tensors.items()}:
         raise UsageError(f"{model.label} has the {layout} layout already", hint="use it unchanged")

@@ -252,7 +252,8 @@ class _AdapterWriter:
         if any(change.target.kind is Kind.SAVED for change in changes):
             for target in group:  # PEFT replaces the whole module
                 self._written.append(target)
-                tensor = self._tuned.assemble(target.units, target.shape, self._dtype)
+                # In float32: norms near 1 would lose much of their change in 16 bits.
+                tensor = self._tuned.assemble(target.units, target.shape, torch.float32)
                 self._write(PREFIX + target.name, tensor, file)
 
     def _change(self, target: Target) -> _Change | None:
@@ -265,6 +266,12 @@ class _AdapterWriter:
                 shape = (target.shape[-2], target.shape[-1])
                 most = min(self._settings.rank or max(shape), *shape)
                 found = factorise(blocks, shape, most, self._settings.energy, self._dtype)
+                if found is not None and not found.finite:
+                    raise NumericalError(
+                        f"{target.name}: the factors of its change do not fit into "
+                        f"{self._settings.dtype}",
+                        hint='use dtype="float32"',
+                    )
             factors.append(found)
             start = 0
             for block, before in blocks():
@@ -274,7 +281,7 @@ class _AdapterWriter:
                     rows = found.b[start : start + block.shape[0]]
                     block = block - rows.to(block.dtype) @ found.a.to(block.dtype)
                 elif target.kind is Kind.SAVED:
-                    block = (block + before).to(self._dtype).to(block.dtype) - before - block
+                    block = (block + before).float().to(block.dtype) - before - block
                 error += float(block.double().square().sum())
                 start += len(block) if block.dim() else 1
         return _Change(target, factors, change, base, error) if change else None

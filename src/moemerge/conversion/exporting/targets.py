@@ -259,6 +259,10 @@ class Factors:
     b: Tensor  # (out, rank)
     a: Tensor  # (rank, in)
 
+    @property
+    def finite(self) -> bool:
+        return bool(self.a.isfinite().all()) and bool(self.b.isfinite().all())
+
 
 def factorise(
     blocks: Blocks, shape: tuple[int, int], most: int, energy: float | None, dtype: torch.dtype

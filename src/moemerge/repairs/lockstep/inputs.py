@@ -57,6 +57,9 @@ def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> No
         )
 
 
+LARGEST_WEIGHT = 1e9  # with larger ratios, sums in float32 would drop a source
+
+
 def source_weights(given: Mapping[str, float], sources: Collection[str]) -> dict[str, float]:
     """Return how much each source counts: 1 by default, scaled to a mean of 1."""
     for name, weight in given.items():
@@ -65,8 +68,12 @@ def source_weights(given: Mapping[str, float], sources: Collection[str]) -> dict
                 f"a weight for {name!r}, which is not a source{did_you_mean(name, sources)}",
                 hint=f"sources: {', '.join(sources)}",
             )
-        if not 0.0 < weight < math.inf:
-            raise UsageError(f"the weight of {name!r} is {weight}, expected a number above 0")
+        if not 1 / LARGEST_WEIGHT <= weight <= LARGEST_WEIGHT:
+            raise UsageError(
+                f"the weight of {name!r} is {weight:g}, expected a number from "
+                f"{1 / LARGEST_WEIGHT:g} to {LARGEST_WEIGHT:g}",
+                hint="only the ratio of the weights counts",
+            )
     weights = {name: float(given.get(name, 1.0)) for name in sources}
     mean = math.fsum(weights.values()) / len(weights)
     return {name: weight / mean for name, weight in weights.items()}
