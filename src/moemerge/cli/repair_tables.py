@@ -191,14 +191,18 @@ def distill_report(report: DistillReport, *, verbose: bool) -> RenderableType:
     """Return the held-out divergence of each domain before and after, then totals."""
     table = NumberTable(
         ["domain", "tokens", "before", "after"],
-        title="KL to the source on held-out rows, which chose rate and step",
+        title="KL to the source on held-out rows",
     )
     before, after = report.totals["divergence_before"], report.totals["divergence_after"]
     for name, tokens in report.tokens.items():
         values = ["", ""] if before is None else [f"{before[name]:.4g}", f"{after[name]:.4g}"]
         table.add(name, str(tokens), *values)
+    losses = report.held_out_losses
+    ends = (losses[step] for step in (0, report.kept_step)) if losses else ()
+    trained = [" ".join(f"{name} {value:.4g}" for name, value in end.items()) for end in ends]
     rows = [
         ("trained", f"{report.parameters:,} parameters with {report.optimiser}"),
+        *([("held-out loss", " → ".join(trained))] if report.settings["next_token"] else []),
         ("learning rate", f"{report.learning_rate:.2g}"),
         ("steps", f"{report.steps}; the weights are those of step {report.kept_step}"),
         *held_out(report),

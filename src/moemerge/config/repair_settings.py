@@ -308,8 +308,7 @@ class DistillSettings(RepairSettings):
     )
     learning_rate: AutoOrPositive = Field(
         "auto",
-        description="highest learning rate (auto: chosen by the held-out divergence after short "
-        "trials)",
+        description="highest learning rate (auto: chosen by the held-out loss after short trials)",
     )
     batch: PositiveInt = Field(32, description="rows of a step, over all processes")
     only: Only | None = Field(
@@ -341,7 +340,7 @@ class DistillSettings(RepairSettings):
         description="share of the rows kept out of training: they choose the rate and the step "
         "whose weights are kept (auto: a tenth)",
     )
-    strict: Flag = Field(False, description="fail if the held-out divergence does not fall")
+    strict: Flag = Field(False, description="fail if the held-out loss does not fall")
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:

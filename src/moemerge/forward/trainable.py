@@ -63,7 +63,7 @@ class TrainedLayout:
             for name, value in parameters.items()
             if value.is_floating_point()
             and self.in_memory.role(name) in wanted
-            and not (adapted and min((1, *value.shape)[-2:]) == 1)
+            and not (adapted and not self._has_matrices(name, value))
             and (layers is None or self.in_memory.layer_of(name) in layers)
         )
         self.shapes: Mapping[str, tuple[int, ...]] = {
@@ -78,6 +78,15 @@ class TrainedLayout:
                 hint="without `only` the whole model is trained",
             )
         self._check_places(parameters)
+
+    def _has_matrices(self, name: str, value: Tensor) -> bool:
+        """Return whether a parameter is a matrix or a stack of them.
+
+        The biases of stacked experts are (experts, outputs), and no matrix.
+        """
+        if any(len(unit.shape) < 2 for unit in self.in_memory.units(name)):
+            return False
+        return min(value.shape[-2:]) > 1
 
     @cached_property
     def _moves(self) -> Mapping[str, list[tuple[Unit, Unit]]]:
@@ -94,6 +103,17 @@ class TrainedLayout:
     def stored(self) -> Collection[str]:
         """The stored tensors that training changes."""
         return self._moves.keys()
+
+    @cached_property
+    def stored_dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtype in which each parameter is stored; of a stack of several, the narrowest."""
+        dtypes: dict[str, torch.dtype] = {}
+        for name, moves in self._moves.items():
+            own = self._opened.checkpoint.tensors[name].dtype.torch
+            for here, _ in moves:
+                known = dtypes.setdefault(here.tensor, own)
+                dtypes[here.tensor] = min(known, own, key=lambda dtype: dtype.itemsize)
+        return dtypes
 
     def _check_places(self, parameters: Mapping[str, Tensor]) -> None:
         reached = {here.key for moves in self._moves.values() for here, _ in moves}

@@ -67,6 +67,14 @@ def test_adapters_are_merged_into_the_weights(case, tmp_path):
         assert again.held_out[0][name] == pytest.approx(value, rel=1e-4)
 
 
+def test_biases_of_stacked_experts_have_no_adapters(zoo_folder):
+    """They are (experts, outputs), and look like matrices."""
+    layout = TrainedLayout(open_model("merged", zoo_folder("gpt_oss")), None, adapted=True)
+
+    assert any(name.endswith("experts.down_proj") for name in layout.shapes)
+    assert not any(name.endswith("bias") for name in layout.shapes)
+
+
 def test_shapes_of_factors():
     assert factor_shapes((64, 2048, 1024), 16) == ((64, 2048, 16), (64, 16, 1024))
     assert factor_shapes((3, 8), 16) == ((3, 3), (3, 8))

@@ -65,6 +65,37 @@ def test_the_written_weights_have_the_reported_divergence(case, distilled, tmp_p
 
 
 @pytest.mark.parametrize(
+    "own", [{}, {"lora": 4, "learning_rate": 1e-2}, {"optimiser": "adafactor"}]
+)
+def test_figures_describe_the_written_bfloat16_weights(case_of, tmp_path, own):
+    """The forward dtype is wider than the stored one, as by default on a CPU."""
+    case = case_of("olmoe", num_hidden_layers=2, rows=30, dtype=torch.bfloat16)
+    report = distill(case, tmp_path / "out", **{"learning_rate": 1e-4, **own})
+    again = distill(replace(case, merged=tmp_path / "out"), tmp_path / "again", steps=1)
+
+    assert report.kept_step > 0
+    for name, value in report.held_out[report.kept_step].items():
+        assert again.held_out[0][name] == pytest.approx(value, rel=1e-6)
+
+
+def test_the_loss_that_is_trained_chooses_the_step(case, tmp_path):
+    """With the next-token loss alone, OUT has the weights with the lowest next-token loss."""
+    alone = {"next_token": 1.0, "steps": 20}
+    report = distill(case, tmp_path / "out", **alone)
+    again = distill(
+        replace(case, merged=tmp_path / "out"), tmp_path / "again", **{**alone, "steps": 1}
+    )
+
+    means = {step: sum(loss.values()) for step, loss in report.held_out_losses.items()}
+    assert report.kept_step == min(means, key=means.get) > 0
+    assert report.losses[-1] < report.losses[0]
+    for name, value in report.held_out_losses[report.kept_step].items():
+        assert again.held_out_losses[0][name] == pytest.approx(value, rel=1e-4)
+    (row,) = (r for r in report.to_json()["held_out"] if r["step"] == report.kept_step)
+    assert row["loss"] == report.held_out_losses[report.kept_step] != row["divergence"]
+
+
+@pytest.mark.parametrize(
     ("chosen", "part"),
     [
         ({"only": "routers"}, "mlp.gate."),
@@ -164,6 +195,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
 
     assert cases.weights(tmp_path / "out") == cases.weights(out)
     assert report.losses == whole.losses
+    assert 0 < report.resumed <= killed
     assert report.kept_step > 0
     assert cases.leftovers(tmp_path / "out") == []
 

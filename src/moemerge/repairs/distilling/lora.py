@@ -42,6 +42,8 @@ class Adapters:
         generator: torch.Generator,
     ) -> None:
         self._model = model
+        # While the model is evaluated: the dtypes of the written weights, by name.
+        self.rounded: Mapping[str, torch.dtype] = {}
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         device = generator.device
         for name, shape in sorted(shapes.items()):
@@ -66,7 +68,8 @@ class Adapters:
         weight = self._model.get_parameter(name) if weight is None else weight
         up, down = (factor.to(weight.dtype) for factor in self.factors[name])
         add = torch.addmm if weight.dim() == 2 else torch.baddbmm
-        return add(weight, up, down, alpha=SCALE)
+        whole = add(weight, up, down, alpha=SCALE)
+        return whole.to(self.rounded.get(name, whole.dtype)).to(whole.dtype)
 
     def merge(self) -> None:
         """Write the adapted matrices into the model."""

@@ -20,12 +20,14 @@ class DistillReport(RepairReport):
     parameters: int  # that were trained
     optimiser: str
     learning_rate: float
-    tried_rates: Mapping[float, float]  # held-out divergence after the trial of each rate
+    tried_rates: Mapping[float, float]  # held-out loss after the trial of each rate
     steps: int  # that were taken
     kept_step: int  # whose weights are in OUT; 0: the merged weights
     losses: tuple[float, ...]  # of every step, on its own rows
     # Mean divergence from the teacher on held-out rows, by step and domain.
     held_out: Mapping[int, Mapping[str, float]]
+    # Mean loss that was trained, on the same rows: with `next_token` not only the divergence.
+    held_out_losses: Mapping[int, Mapping[str, float]]
     tokens: Mapping[str, int]  # trained on, by domain
 
     @property
@@ -60,19 +62,25 @@ class DistillReport(RepairReport):
         return "\n".join(lines)
 
     def own_json(self) -> dict[str, Any]:
+        mixed = self.settings["next_token"] > 0
         return {
             "parameters": self.parameters,
             "optimiser": self.optimiser,
             "learning_rate": self.learning_rate,
             "tried_rates": [
-                {"learning_rate": rate, "divergence": value}
+                {"learning_rate": rate, "loss" if mixed else "divergence": value}
                 for rate, value in self.tried_rates.items()
             ],
             "steps": self.steps,
             "kept_step": self.kept_step,
             "losses": [float(f"{loss:.6g}") for loss in self.losses],
             "held_out": [
-                {"step": step, "divergence": dict(values)} for step, values in self.held_out.items()
+                {
+                    "step": step,
+                    "divergence": dict(values),
+                    **({"loss": dict(self.held_out_losses[step])} if mixed else {}),
+                }
+                for step, values in self.held_out.items()
             ],
             "tokens": dict(self.tokens),
         }

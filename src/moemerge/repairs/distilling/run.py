@@ -97,7 +97,7 @@ def _compute(job: DistillJob, run: RepairRun) -> DistillReport:
     row, student = _distil(job, states, stopwatch, run.progress)
     state = student.state_dict()  # every rank takes part, and rank 0 gets it
     output.hold(Entry(STUDENT, {}, row), job.layout.written(state) if job.ranks.leads else ())
-    report = _report(job, output, stopwatch, time.perf_counter() - run.start)
+    report = _report(job, output, states, stopwatch, time.perf_counter() - run.start)
     if settings.strict and report.kept_step == 0:
         raise RefusedResultError(report.notices[-1], hint="give more text, or leave `strict` out")
     return report
@@ -164,6 +164,7 @@ class TrainingStates:
         stored = 2 * size.optimised_bytes(name) + size.state_bytes(name)
         self._pause = stored / DISK_RATE / SAVING_SHARE  # seconds between two states
         self._last = time.perf_counter()
+        self.resumed = 0  # steps of the killed run that are not repeated
         self._saved: SavedStates | None = None
         if job.ranks.leads:
             self._saved = SavedStates(
@@ -221,6 +222,7 @@ class TrainingStates:
             return None, trainer.optimiser(0.0)
         stored = torch.load(latest / self._file, map_location="cpu", weights_only=True)
         state = Progressed.from_json(stored["state"], stored["best"] or stored["weights"])
+        self.resumed = state.step
         trainer.student.load(stored["weights"])
         optimiser = trainer.optimiser(state.rate)
         optimiser.load_state_dict(stored["optimiser"])
@@ -267,19 +269,23 @@ def _estimate(job: DistillJob) -> str:
     )
 
 
-def _report(job: DistillJob, output: Output, stopwatch: Stopwatch, seconds: float) -> DistillReport:
+def _report(
+    job: DistillJob,
+    output: Output,
+    states: TrainingStates,
+    stopwatch: Stopwatch,
+    seconds: float,
+) -> DistillReport:
     stopwatch.aside("copy", *output.copied)
     state = Progressed.from_json(output.entries[0].row)
     notices = [*job.notices]
     if state.held_out and state.best_step == 0:
-        notices.append(
-            "no step lowered the divergence on held-out rows, so the merged weights are kept"
-        )
+        notices.append("no step lowered the loss on held-out rows, so the merged weights are kept")
     return DistillReport(
         **RepairReport.run_fields(job.request, job.stream, stopwatch, seconds),
         offload="device",
         memory=job.needed_bytes,
-        resumed=output.resumed,
+        resumed=states.resumed,
         layers=(),
         notices=tuple(notices),
         parameters=job.size.parameters,
@@ -290,5 +296,6 @@ def _report(job: DistillJob, output: Output, stopwatch: Stopwatch, seconds: floa
         kept_step=state.best_step,
         losses=tuple(state.losses),
         held_out=state.held_out,
+        held_out_losses=state.held_out_losses,
         tokens={domain.name: domain.tokens for domain in job.text.domains},
     )

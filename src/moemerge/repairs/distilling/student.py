@@ -64,6 +64,7 @@ class Student:
         self.device = device
         self.ranks = ranks
         rank = options.lora
+        self._stored = layout.stored_dtypes
         sharded = ranks.can_shard(device)
         self.model: Any = load_trainable(
             opened,
@@ -185,10 +186,24 @@ class Student:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Run the model without gradients and in evaluation mode."""
+        """Run the model without gradients, with the weights as they will be written: rounded to
+        the dtypes of the checkpoint, which may be narrower than the forward dtype."""
+        exact: list[tuple[Tensor, Tensor]] = []
         self.model.eval()
-        try:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self._adapters is not None:
+                self._adapters.rounded = self._stored
+            else:
+                for name, value in self.trained.items():
+                    own, stored = own_shard(value), self._stored.get(name, value.dtype)
+                    if stored.itemsize < own.dtype.itemsize:
+                        exact.append((own, own.clone()))
+                        own.copy_(own.to(stored))
+            try:
                 yield
-        finally:
-            self.model.train()
+            finally:
+                for own, kept in exact:
+                    own.copy_(kept)
+                if self._adapters is not None:
+                    self._adapters.rounded = {}
+                self.model.train()

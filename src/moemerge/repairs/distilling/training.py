@@ -2,7 +2,8 @@
 
 Every step takes rows of every domain. A domain's loss is the mean over its positions in the step,
 and the step's loss is the weighted mean over domains, as in every other repair. Held-out rows
-choose the learning rate, the step whose weights are kept, and when to stop.
+choose the learning rate, the step whose weights are kept, and when to stop, by the loss that is
+trained: the divergence from the teachers, mixed with the next-token loss if that is requested.
 """
 
 from __future__ import annotations
@@ -48,10 +49,12 @@ class Progressed:
     """How far a training is: all that is needed to continue it."""
 
     rate: float
-    tried_rates: dict[float, float] = field(default_factory=dict)  # held-out divergence of each
+    tried_rates: dict[float, float] = field(default_factory=dict)  # held-out loss of each
     step: int = 0
-    # Held-out divergence of each domain by step; step 0 is the model before training.
+    # On held-out rows, of each domain by step (step 0 is the model before training): the divergence
+    # from the teacher, and the loss that is trained, which chooses.
     held_out: dict[int, dict[str, float]] = field(default_factory=dict)
+    held_out_losses: dict[int, dict[str, float]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)  # of every step, on its own rows
     best_step: int = 0
     best: dict[str, Tensor] = field(default_factory=dict)  # weights of the best step
@@ -63,6 +66,7 @@ class Progressed:
             "tried_rates": list(self.tried_rates.items()),
             "step": self.step,
             "held_out": list(self.held_out.items()),
+            "held_out_losses": list(self.held_out_losses.items()),
             "losses": self.losses,
             "best_step": self.best_step,
         }
@@ -70,7 +74,8 @@ class Progressed:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], best: dict[str, Tensor] | None = None) -> Self:
         """Return the state that `to_json` wrote, with the weights of its best step."""
-        pairs = {name: dict(map(tuple, data[name])) for name in ("tried_rates", "held_out")}
+        names = ("tried_rates", "held_out", "held_out_losses")
+        pairs = {name: dict(map(tuple, data[name])) for name in names}
         return cls(**{**data, **pairs}, best=best or {})
 
 
@@ -98,28 +103,33 @@ class Trainer:
 
     # --- the loss ---
 
-    def held_out(self) -> dict[str, float]:
-        """Return each domain's mean divergence on its held-out rows."""
-        means = {}
+    def held_out(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return each domain's mean divergence on its held-out rows, and its mean loss."""
+        share = self.settings.next_token
+        divergences, losses = {}, {}
         with self.student.evaluating():
             for name, rows in self.teachers.items():
                 places = list(range(len(rows.domain.holdout)))
-                total = torch.zeros((), dtype=torch.float64, device=self.student.device)
+                sums = torch.zeros(2, dtype=torch.float64, device=self.student.device)
                 for part, weight in self._micro_batches(rows, places, holdout=True):
-                    loss = self._loss(rows, part, holdout=True, next_token=0.0)
-                    total += weight * loss.double()
-                self.ranks.all_reduce(total)
-                means[name] = float(total) / sum(map(positions, rows.domain.holdout))
-        return means
+                    sums += weight * torch.stack(
+                        self._losses(rows, part, holdout=True, next_token=share > 0)
+                    )
+                self.ranks.all_reduce(sums)
+                found, following = (sums / sum(map(positions, rows.domain.holdout))).tolist()
+                divergences[name] = found
+                losses[name] = (1.0 - share) * found + share * following
+        return divergences, losses
 
     def mean(self, by_domain: Mapping[str, float]) -> float:
         """Return the weighted mean over domains."""
         return sum(self.weights[name] * value for name, value in by_domain.items())
 
-    def _loss(
-        self, rows: TeacherRows, places: Sequence[int], *, holdout: bool, next_token: float
-    ) -> Tensor:
-        """Return the loss summed over all positions of these rows."""
+    def _losses(
+        self, rows: TeacherRows, places: Sequence[int], *, holdout: bool, next_token: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the divergence and the next-token loss (0 unless requested), summed over all
+        positions of these rows."""
         own = rows.domain.holdout if holdout else rows.domain.rows
         device = self.student.device
         ids = torch.nn.utils.rnn.pad_sequence([own[at] for at in places], batch_first=True)
@@ -135,10 +145,10 @@ class Trainer:
         ids = ids.to(device)
         # The gradient of a selection by indices takes less time than that of one by a mask.
         logits = self.student.logits(ids).flatten(0, 1).index_select(0, predicted)
-        loss = (1.0 - next_token) * divergence(logits, teacher).sum()
-        if next_token:
-            loss = loss + next_token * next_token_loss(logits, ids.flatten()[predicted + 1]).sum()
-        return loss
+        found = divergence(logits, teacher).sum()
+        if not next_token:
+            return found, torch.zeros_like(found)
+        return found, next_token_loss(logits, ids.flatten()[predicted + 1]).sum()
 
     def _micro_batches(
         self, rows: TeacherRows, places: Sequence[int], *, holdout: bool
@@ -173,12 +183,16 @@ class Trainer:
         torch.manual_seed(self.settings.seed + number)
         total = torch.zeros((), dtype=torch.float64, device=self.student.device)
         factor = self.ranks.count if self.student.shares_weights else 1
+        share = self.settings.next_token
         for name, rows in self.teachers.items():
             places = self._places(name, rows, number)
             count = sum(positions(rows.domain.rows[at]) for at in places)
             scale = self.weights[name] / max(1, count)
             for part, weight in self._micro_batches(rows, places, holdout=False):
-                loss = self._loss(rows, part, holdout=False, next_token=self.settings.next_token)
+                found, following = self._losses(rows, part, holdout=False, next_token=share > 0)
+                loss = (1.0 - share) * found
+                if share:
+                    loss = loss + share * following
                 loss = weight * scale * loss
                 (factor * loss).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach().double()
@@ -223,7 +237,7 @@ class Trainer:
         due = {round(steps * (n + 1) / EVALUATIONS) for n in range(EVALUATIONS)} | {steps}
         if not state.step and self.holds_out:
             with self.stopwatch.span("evaluate"):
-                state.held_out[0] = self.held_out()
+                state.held_out[0], state.held_out_losses[0] = self.held_out()
             state.best = self.student.snapshot(self.job.snapshot_device)
         self.progress.start("distilling", steps, unit="steps")
         self.progress.advance(state.step)
@@ -247,8 +261,9 @@ class Trainer:
         if not self.holds_out:
             state.best_step = state.step
             return
-        state.held_out[state.step] = self.held_out()
-        if self.mean(state.held_out[state.step]) < self.mean(state.held_out[state.best_step]):
+        state.held_out[state.step], losses = self.held_out()
+        state.held_out_losses[state.step] = losses
+        if self.mean(losses) < self.mean(state.held_out_losses[state.best_step]):
             state.best_step = state.step
             state.best = self.student.snapshot(self.job.snapshot_device)
 
@@ -260,7 +275,7 @@ class Trainer:
     # --- the rate ---
 
     def choose_rate(self) -> tuple[float, dict[float, float]]:
-        """Return the best rate, and the held-out divergence after a short training with each tried.
+        """Return the best rate, and the held-out loss after a short training with each tried.
 
         A rate at which training diverges counts as infinitely bad.
         """
@@ -282,7 +297,7 @@ class Trainer:
                 set_rate(optimiser, self.rate(number, rate, steps))
                 self.step(number, optimiser)
                 self.progress.advance(1)
-            result = self.mean(self.held_out())
+            result = self.mean(self.held_out()[1])
         except NumericalError:
             result = math.inf
         self.progress.finish()
