@@ -26,7 +26,7 @@ INSTALLED_BY = {
     "pydantic_core": "pydantic",
     "tokenizers": "transformers",
     "triton": "torch",
-    "yaml": "pyyaml",
+    "ruamel": "ruamel.yaml",
 }
 
 
@@ -35,7 +35,7 @@ BUDGETS = {
     "api": 1_900,
     "checkpoint": 5_100,
     "cli": 3_500,
-    "config": 5_000,
+    "config": 4_500,
     "conversion": 2_500,
     "diagnosis": 2_000,
     "families": 3_300,

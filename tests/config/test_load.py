@@ -27,8 +27,6 @@ WRONG = [
         "merge_method: linear\nmodels:\n  - model: a\n    weight: 1\nparameters: {weight: 1}\n",
         ["line 4: models[0].weight: unknown key here, did you mean `parameters: {weight: ...}`?"],
     ),
-    (HEAD + "dtype: float32\ndtype: float16\n", ["line 8: dtype: given twice, on lines 7 and 8"]),
-    (HEAD + "3: x\n", ["line 7: 3: this key is read as int", "line 7: 3: unknown key; known"]),
     (HEAD + "name: mine\n", ["line 7: name: a name for the merge belongs to files of several"]),
     (HEAD + "quirks: {}\n", ["line 7: quirks: unknown key; known here: models, slices"]),
     ("models: [{model: a}]\n", ["line 1: merge_method: is missing"]),
@@ -237,15 +235,20 @@ WRONG = [
         ["line 9: tokenizer.pad_to_multiple_of: must be at least 1, not 0"],
     ),
     (
-        HEAD + "tokenizer:\n  tokens:\n    <a>: {source: mth}\n    <b>: {source: {kind: zer}}\n"
+        HEAD + "tokenizer:\n  tokens:\n    <a>: {source: mth}\n",
+        [
+            "line 9: tokenizer.tokens.<a>.source: 'mth' is no model of this merge, did you mean "
+            "'math'?",
+        ],
+    ),
+    (
+        HEAD + "tokenizer:\n  tokens:\n    <a>: {source: math}\n    <b>: {source: {kind: zer}}\n"
         "    <c>: {source: {kind: model_token, model: math}}\n    <d>: {force: 1}\n",
         [
             "line 10: tokenizer.tokens.<b>.source.kind: must be one of model_token, zero, "
             "not 'zer', did you mean 'zero'?",
             "line 11: tokenizer.tokens.<c>.source: model_token needs either `token` or `token_id`",
             "line 12: tokenizer.tokens.<d>.force: must be true or false, not 1",
-            "line 9: tokenizer.tokens.<a>.source: 'mth' is no model of this merge, did you mean "
-            "'math'?",
         ],
     ),
     (HEAD + "chat_template: chatm\n", ["line 7: chat_template: 'chatm' is neither a known chat"]),
@@ -358,19 +361,21 @@ def test_problems_come_in_the_order_of_the_file(problems):
     assert lines == [7, 8, 9, 10]
 
 
-def test_a_broken_part_hides_nothing_beside_it(problems):
+def test_faults_of_the_structure_come_first(problems):
     text = (
         "merge_method: ties\nbase_model: b\nmodels:\n"
         "  - {modle: a}\n"
         "  - {model: 3}\n"
         "  - {model: c, parameters: {density: 2, wieght: [1, x]}}\n"
     )
-    found = problems(text)
-    assert [line.split(": ")[:2] for line in found] == [
+    assert [line.split(": ")[:2] for line in problems(text)] == [
         ["line 4", "models[0].modle"],
         ["line 4", "models[0].model"],
         ["line 5", "models[1].model"],
         ["line 6", "models[2].parameters.wieght[1]"],
+    ]
+    right = text.replace("modle: a", "model: a").replace("model: 3", "model: d").replace("x]", "2]")
+    assert [line.split(": ")[:2] for line in problems(right)] == [
         ["line 6", "models[2].parameters.density"],
         ["line 6", "models[2].parameters.wieght"],
     ]
@@ -413,7 +418,7 @@ def test_the_hint_names_lenient_once_where_it_helps(load, changed, which):
         text = text.replace(old, new)
     with pytest.raises(ConfigError) as error:
         load(text, lenient=False)
-    hint = f"mergekit ignores {which}: `lenient=True` warns instead of refusing"
+    hint = f"mergekit ignores {which}: --lenient (`lenient=True`) warns instead"
     assert error.value.hint == hint
     for lenient in (None, True):  # unavailable, or given already
         with pytest.raises(ConfigError) as error:

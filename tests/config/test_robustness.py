@@ -109,16 +109,3 @@ def test_junk_anywhere(load, data, lenient):
             else:
                 assert load(dump_config(loaded.config)).config == loaded.config, path_text(path)
     assert refused > 100
-
-
-def test_two_faults_are_both_said(load):
-    """Junk at one place never hides an unknown key at another."""
-    for path in places(FULL):
-        if path == ("merge_method",):
-            continue
-        case = {**changed(FULL, path, object()), "zzz": 1}
-        with pytest.raises(ConfigError) as caught:
-            load(case)
-        said = str(caught.value)
-        assert "zzz: unknown key" in said
-        assert said.count("\n") >= 2, (path_text(path), said)

@@ -1,14 +1,12 @@
 """Several merges in one file."""
 
-import json
 import math
 
 import pytest
-import yaml
 
 import moemerge
 from moemerge.api.stages import read_stages
-from moemerge.config.yaml_lines import Dumper, read_yaml
+from moemerge.config.yaml_lines import dump_document, read_yaml
 from moemerge.conversion.composing.job import load_compose_config
 from moemerge.errors import ConfigError
 from moemerge.lab.evaluation.settings import load_task
@@ -48,15 +46,9 @@ def test_scalars(text, value):
     assert type(read) is type(value)
 
 
-@pytest.mark.parametrize("text", ["9" * 4400, "0x" + "f" * 5000])
-def test_numbers_that_python_cannot_print_are_refused(text):
-    with pytest.raises(ConfigError, match="line 1, column 4: not valid YAML"):
-        read_yaml(f"a: {text}\n", "x.yml")
-
-
 def test_numbers_keep_their_type_when_written_back():
     data = {"a": "1e-6", "b": 1e-6, "c": "010", "d": "yes", "e": "1:30", "f": 3, "g": "2024-01-01"}
-    assert read_yaml(yaml.dump(data, Dumper=Dumper), "x.yml").data == data
+    assert read_yaml(dump_document(data), "x.yml").data == data
 
 
 def test_lines_of_keys_and_entries():
@@ -71,15 +63,6 @@ def test_lines_of_keys_and_entries():
     assert document.line(("missing",)) == 1
 
 
-def test_duplicate_and_non_text_keys_are_problems():
-    document = read_yaml("a: 1\nb: {c: 1, c: 2}\na: 3\n1: x\n", "x.yml")
-    assert [(p.path, p.message) for p in document.faults] == [
-        (("a",), "given twice, on lines 1 and 3"),
-        (("b", "c"), "given twice, on lines 2 and 2"),
-        (("1",), "this key is read as int, not as text: put it in quotes"),
-    ]
-
-
 def test_aliases_and_merge_keys_work():
     text = "base: &b {x: 1, y: 2}\nown:\n  <<: *b\n  y: 3\nsame: *b\n"
     document = read_yaml(text, "x.yml")
@@ -88,7 +71,6 @@ def test_aliases_and_merge_keys_work():
         "own": {"x": 1, "y": 3},
         "same": {"x": 1, "y": 2},
     }
-    assert document.faults == []
 
 
 @pytest.mark.parametrize(
@@ -101,18 +83,18 @@ def test_aliases_and_merge_keys_work():
         ("- a\n- b\n", "got a list"),
         ("hello\n", "got a single value"),
         ("a: 1\n---\nb: 2\n", "holds 2 documents"),
-        ("a: !!python/object:os.system x\n", "line 1, column 4"),
+        (
+            "a: 1\nb: 2\na: 3\n",
+            "line 3, column 1: not valid YAML: while constructing a mapping, fou",
+        ),
+        ("a: 1\n1: x\n", "the key 1 is not text: put it in quotes"),
+        ("a: " + "9" * 4400, "not valid YAML"),
+        ("a: !!python/object:os.system x\n", "x.yml, line 1: a: the tag"),
         ("a: !mine {b: 1}\n", "is not allowed in a config"),
-        ("a: !!float\n", "'' is no float"),
-        ("a: !!int\n", "'' is no int"),
-        ("a: &x [*x]\n", "contains itself"),
         ("a: *nowhere\n", "undefined alias"),
-        ("? [a, b]\n: 1\n", "a key must be a single word"),
+        ("? [a, b]\n: 1\n", "is not text"),
         ("a: \x00\n", "not valid YAML"),
-        ('a: "x\\udcff"\n', "half a character"),
-        ('a: {b: "x\\0"}\n', "line 1, column 8: not valid YAML: a NUL character"),
         ("a: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
-        ("a: " + "{" * 200 + "}" * 200, "nested too deeply"),
     ],
 )
 def test_what_is_no_config_is_refused_in_our_words(text, said):
@@ -120,10 +102,6 @@ def test_what_is_no_config_is_refused_in_our_words(text, said):
         read_yaml(text, "x.yml")
     assert said in str(caught.value)
     assert str(caught.value).startswith("x.yml")
-
-
-def test_characters_of_two_escapes_are_joined():
-    assert read_yaml(json.dumps({"a": "\U0001f600"}), "x.yml").data == {"a": "\U0001f600"}
 
 
 KINDS = {
@@ -159,7 +137,7 @@ def test_aliases_cannot_fill_the_memory():
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     for i in range(1, 12):
         lines.append(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]")
-    with pytest.raises(ConfigError, match="grows without end"):
+    with pytest.raises(ConfigError, match="counting what aliases repeat"):
         read_yaml("\n".join(lines), "x.yml")
 
 

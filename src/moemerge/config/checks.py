@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from moemerge.config.coefficients import WEIGHT, unweighed_faults
 from moemerge.config.faults import Fault, Path, listed, suggested
 from moemerge.config.models import ModelRef
 from moemerge.config.parameter_values import (
@@ -23,9 +24,63 @@ from moemerge.config.parameters import (
     ParameterSpec,
     WrapperSchema,
 )
-from moemerge.config.resolve import NormalisedMerge, entries, normalise, shared_range
-from moemerge.config.schema import RunConfig, SliceEntry
+from moemerge.config.requests import repair_faults, statistics_faults
+from moemerge.config.resolve import (
+    NormalisedMerge,
+    entries,
+    name_faults,
+    normalise,
+    reference_faults,
+    shared_range,
+)
+from moemerge.config.schema import RunConfig, SliceEntry, kept_faults
 from moemerge.registry import did_you_mean
+
+
+def config_faults(
+    config: RunConfig, schemas: Mapping[str, MethodSchema], wrappers: Mapping[str, WrapperSchema]
+) -> Iterator[Fault]:
+    """Report everything in a config that contradicts itself or its method."""
+    whole = bool(config.body.models or config.body.slices)
+    if not whole:
+        yield Fault(body_prefix(config), "nothing to merge: give `models` or `slices`")
+    yield from method_faults(config, schemas)
+    yield from slice_faults(config)
+    yield from name_faults(config, body_prefix(config))
+    yield from tokenizer_faults(config)
+    yield from wrap_faults(config, schemas, wrappers)
+    yield from kept_faults(config, schemas)
+    yield from reference_faults(config)
+    yield from repair_faults(config)
+    if config.merge_method not in schemas:
+        return
+    check = MethodCheck(config, schemas)
+    yield from check.parameters()
+    bases = list(check.bases()) if whole else []
+    yield from bases
+    if bases or not whole:
+        return
+    merge = normalised_for_checks(config, schemas, wrappers)
+    yield from check.counts(merge)
+    misspelt = check.misspelt()  # reported as such
+    if config.coefficients is not None:
+        misspelt.add(WEIGHT)
+        yield from unweighed_faults(merge, ("coefficients",))
+    yield from check.required(merge, misspelt)
+    yield from statistics_faults(config, merge)
+
+
+def tokenizer_faults(config: RunConfig) -> Iterator[Fault]:
+    """Report two forms of the tokenizer, and `base` without a base."""
+    if config.tokenizer is not None and config.tokenizer_source is not None:
+        text = "give either tokenizer_source or tokenizer: {source: ...}, not both"
+        yield Fault(("tokenizer_source",), text)
+    if config.base_model is None:
+        text = "'base' means the base_model's tokenizer, and there is no base_model"
+        if config.tokenizer_source == "base":
+            yield Fault(("tokenizer_source",), text)
+        if config.tokenizer is not None and config.tokenizer.source == "base":
+            yield Fault(("tokenizer", "source"), text)
 
 
 def body_prefix(config: RunConfig) -> Path:
@@ -292,6 +347,48 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+# --- wrappers -------------------------------------------------------------------------------------
+
+WRAP: Path = ("wrap",)
+
+
+def wrap_faults(
+    config: RunConfig, schemas: Mapping[str, MethodSchema], wrappers: Mapping[str, WrapperSchema]
+) -> Iterator[Fault]:
+    """Report misspelt wrappers and parameters, and methods that cannot be wrapped."""
+    method = schemas.get(config.merge_method)
+    for i, entry in enumerate(config.wrap or ()):
+        place: Path = (*WRAP, i)
+        schema = wrappers.get(entry.wrapper)
+        if schema is None:
+            close = suggested(entry.wrapper, sorted(wrappers))
+            yield Fault(place, f"unknown wrapper {entry.wrapper!r}{close}")
+            continue
+        if any(entry.wrapper == other.wrapper for other in (config.wrap or ())[:i]):
+            yield Fault(place, f"{entry.wrapper!r} is listed twice")
+        known = {spec.name: spec for spec in schema.parameters}
+        scope = Scope((*place, "parameters"), entry.parameters, known, schema.name, ignorable=False)
+        yield from scope_faults(scope)
+        if method is not None:
+            yield from _unfit(place, method, schema)
+    if config.wrap and method is not None and method.base is BasePolicy.MEMBER:
+        text = f"{method.name!r} takes the base for a model like the others, and a wrapper needs it"
+        yield Fault(WRAP, f"{text} apart: use 'task_arithmetic', with weights that sum to 1")
+    elif config.wrap and lacks_base(config):
+        yield Fault(WRAP, "wrappers need a base_model")
+
+
+def _unfit(place: Path, method: MethodSchema, schema: WrapperSchema) -> Iterator[Fault]:
+    if not schema.turns:
+        return
+    if method.max_models == 1:
+        text = f"{schema.name!r} aligns several models, and {method.name!r} takes one"
+        yield Fault(place, text)
+    if method.statistics == "fisher":
+        text = f"{method.name!r} knows single weights, which {schema.name!r} turns into others"
+        yield Fault(place, text)
 
 
 # --- filters without effect -----------------------------------------------------------------------

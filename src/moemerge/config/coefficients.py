@@ -22,14 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Final
 
-import yaml
 from pydantic import Field
 
 from moemerge.config.faults import Fault, Path, listed
 from moemerge.config.fields import Name, NotEmpty, Strict
 from moemerge.config.parameters import BasePolicy, MethodSchema
 from moemerge.config.resolve import NormalisedMerge
-from moemerge.config.yaml_lines import Document, Dumper, read_yaml
+from moemerge.config.yaml_lines import Document, dump_document, read_yaml
 from moemerge.errors import ConfigError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.files import read_utf8
@@ -112,8 +111,7 @@ def dump_coefficients(
     }
     if neurons is not None:
         data[NEURONS] = neurons.model_dump()
-    text: str = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000)
-    return text.encode()
+    return dump_document(data).encode()
 
 
 def coefficient_faults(coefficients: Coefficients, merge: NormalisedMerge) -> Iterator[Fault]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, TypeAdapter
 
 from moemerge.config.fields import LayerSelection, ValueForm
@@ -21,7 +20,7 @@ from moemerge.config.parameter_values import Conditional, Gradient, plain
 from moemerge.config.parameters import MethodSchema, WrapperSchema
 from moemerge.config.schema import REPAIRS, RunConfig
 from moemerge.config.text_settings import DataRecipe
-from moemerge.config.yaml_lines import Dumper
+from moemerge.config.yaml_lines import dump_document
 
 # Blocks that are written with their defaults, which a later version may change.
 _ALWAYS = tuple(repair.key for repair in REPAIRS)
@@ -38,12 +37,6 @@ def dump_config(config: RunConfig, *, absolute: bool = False) -> str:
     absolute paths.
     """
     return dump_document(config_data(config, absolute=absolute))
-
-
-def dump_document(data: Mapping[str, Any]) -> str:
-    """Return plain data as YAML text."""
-    text: str = yaml.dump(dict(data), Dumper=Dumper, sort_keys=False, allow_unicode=True)
-    return text
 
 
 def config_data(config: BaseModel, *, absolute: bool = False) -> dict[str, Any]:

@@ -1,12 +1,7 @@
-"""Faults of a config, and validation that reports them in our own words.
-
-A file's faults are reported together, but a broken part hides what depends on it. So a broken part
-is noted, removed from a working copy, and the rest is validated again.
-"""
+"""Faults of a config, and pydantic's errors in our own words."""
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -128,130 +123,6 @@ def _reword(item: ErrorDetails, prefix: Path) -> list[Fault]:
     return [Fault(path, words.format(got=got, **context))]
 
 
-class WorkingCopy:
-    """Raw data from which parts are removed, while every path keeps its original name."""
-
-    def __init__(self, data: Mapping[str, Any]) -> None:
-        self.data: Any = _plain_copy(data)
-        self.removed: set[Path] = set()  # of broken parts, in original places
-        self._numbers: dict[int, list[int]] = {}  # list (by id) -> original index of each entry
-
-    def original(self, path: Path) -> Path:
-        """Return the path in the file of a `path` in the working copy."""
-        node: Any = self.data
-        result: list[str | int] = []
-        for step in path:
-            if isinstance(node, list) and isinstance(step, int) and step < len(node):
-                result.append(self._indices(node)[step])
-                node = node[step]
-            else:
-                result.append(step)
-                node = node.get(step) if isinstance(node, dict) else None
-        return tuple(result)
-
-    def lost(self, *places: Path, but: str | None = None) -> bool:
-        """Return whether a broken part was removed from one of `places`, or together with it.
-
-        Parts inside a key called `but` do not count.
-        """
-        return any(
-            but not in path and path[: len(place)] == place[: len(path)]
-            for path in self.removed
-            for place in places
-        )
-
-    def caused(self, place: Path) -> bool:
-        """Return whether `place` is missing or wrong only since its broken parts were removed."""
-        return bool(place) and any(path[: len(place)] == place for path in self.removed)
-
-    def remove(self, faults: Sequence[Fault], fill: Mapping[str, object]) -> bool:
-        """Remove the faulty parts, or the parent of a missing one.
-
-        Keys in `fill` get that value instead. Return False if nothing would be left to validate.
-        """
-        targets: set[Path] = set()
-        for fault in faults:
-            if fault.path[:1] and fault.path[0] in fill:
-                self.data[fault.path[0]] = fill[str(fault.path[0])]
-                self.removed.add(fault.path[:1])
-                continue
-            target = self.existing(fault.path)
-            if target[-1:] == ("filter",) and "value" in self._at(target[:-1]):
-                target = target[:-1]  # its value would count for everything without it
-            if not target:
-                return False
-            targets.add(target)
-            if not fault.ignorable:
-                self.removed.add(self.original(target))
-        for target in sorted(targets, key=_last_first):
-            self._delete(target)
-        return True
-
-    def existing(self, path: Path) -> Path:
-        """Return the nearest existing parent: a missing key makes its parent faulty."""
-        node: Any = self.data
-        for depth, step in enumerate(path):
-            inside = isinstance(node, dict) and step in node
-            inside |= isinstance(node, list) and isinstance(step, int) and step < len(node)
-            if not inside:
-                return path[:depth]
-            node = node[step]
-        return path
-
-    def _indices(self, node: list[Any]) -> list[int]:
-        return self._numbers.setdefault(id(node), list(range(len(node))))
-
-    def _at(self, path: Path) -> Any:
-        node: Any = self.data
-        for step in path:
-            node = node[step]
-        return node
-
-    def _delete(self, path: Path) -> None:
-        node = self._at(path[:-1])
-        if isinstance(node, list) and isinstance(path[-1], int):
-            del self._indices(node)[path[-1]]
-        del node[path[-1]]
-
-
-def _last_first(path: Path) -> tuple[int, tuple[tuple[int, int, str], ...]]:
-    """Sort deep before shallow and the end of a list before its start, so indices stay valid."""
-    key = tuple((-s, 0, "") if isinstance(s, int) else (0, 1, s) for s in path)
-    return -len(path), key
-
-
-def _plain_copy(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain_copy(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain_copy(item) for item in value]
-    return copy.copy(value)
-
-
-def validate(
-    model: type[M],
-    work: WorkingCopy,
-    note: Callable[[Fault], None],
-    *,
-    fill: Mapping[str, object] | None = None,
-) -> M | None:
-    """Build `model`, noting every fault at its original path; None if too little is valid.
-
-    A broken top-level key in `fill` is replaced by the value there, so that the rest is checked.
-    """
-    while True:
-        try:
-            return model.model_validate(work.data)
-        except ValidationError as error:
-            faults = faults_of(error)
-        for fault in faults:
-            place = work.original(fault.path)
-            if not work.caused(place):
-                note(replace(fault, path=place))
-        if not work.remove(faults, fill or {}):
-            return None
-
-
 def parse_settings(
     model: type[M], values: Mapping[str, Any], where: str, spelled: Callable[[str], str] = str
 ) -> M:
@@ -259,9 +130,8 @@ def parse_settings(
 
     `spelled` returns how a setting's name is written by the caller.
     """
-    faults: list[Fault] = []
-    built = validate(model, WorkingCopy(values), faults.append)
-    if faults or built is None:
-        texts = [f"{spelled(path_text(p.path))}: {p.message}" for p in faults]
-        raise ConfigError.from_problems(where, texts)
-    return built
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        texts = [f"{spelled(path_text(f.path))}: {f.message}" for f in faults_of(error)]
+        raise ConfigError.from_problems(where, texts) from None

@@ -16,6 +16,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     PlainValidator,
     ValidationError,
     WithJsonSchema,
@@ -145,20 +146,30 @@ class Strict(BaseModel):
         values = {name: getattr(self, name) for name in base.model_fields}
         return base.model_construct(self.model_fields_set & values.keys(), **values)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _known_keys(cls, data: Any) -> Any:
+    def _known_keys(cls, data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
         if not isinstance(data, Mapping):
-            return data
+            return handler(data)
         faults = [
             Fault((key,), cls._unknown(str(key)), ignorable=True)
             for key in data
             if key not in cls.model_fields
         ]
+        given = {
+            key: {} if value is None and key in cls.blocks else value
+            for key, value in data.items()
+            if key in cls.model_fields and (value is not None or key in cls.blocks)
+        }
+        try:
+            result = handler(cls.prepare(given))
+        except ValidationError as error:
+            faults += faults_of(error)
+        except FaultsError as error:
+            faults += error.faults
         if faults:
             raise FaultsError(faults)
-        given = {k: {} if v is None and k in cls.blocks else v for k, v in data.items()}
-        return cls.prepare({key: value for key, value in given.items() if value is not None})
+        return result
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from torch import Tensor
 from moemerge.checkpoint import CheckpointPatch, CheckpointWriter, TensorInfo, hub_ids, parse_size
 from moemerge.checkpoint.model_card import in_code, model_card, own_files
 from moemerge.checkpoint.output import temporary_sibling
-from moemerge.config.dump import config_data, dump_document
+from moemerge.config.dump import config_data
 from moemerge.config.job_settings import ComposeConfig, ComposeSettings
 from moemerge.config.settings import as_flags
+from moemerge.config.yaml_lines import dump_document
 from moemerge.conversion.composing.fit import (
     FitDomain,
     embedded_rows,

@@ -24,9 +24,9 @@ from moemerge.checkpoint.output import OutputFolder, check_output, writing
 from moemerge.checkpoint.reader import AdaptedCheckpoint, as_ref
 from moemerge.checkpoint.safetensors_file import build_header
 from moemerge.checkpoint.tensors import as_bytes
-from moemerge.config.dump import dump_document
 from moemerge.config.job_settings import ExtractLoraSettings
 from moemerge.config.models import ModelLike
+from moemerge.config.yaml_lines import dump_document
 from moemerge.conversion.exporting.targets import (
     Blocks,
     Factors,

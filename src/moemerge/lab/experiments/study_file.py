@@ -162,11 +162,11 @@ def _layers(source: str | FilePath | Mapping[str, Any], most: int) -> list[Docum
 
 def _laid_over(where: str, layers: list[Document]) -> LayeredDocument:
     *above, lowest = layers
-    data, faults = lowest.data, list(lowest.faults)
+    data = lowest.data
     for document in reversed(above):
-        data, faults = overlaid(data, document.data), [*faults, *document.faults]
+        data = overlaid(data, document.data)
     data = {key: value for key, value in data.items() if key != EXTENDS}
-    return LayeredDocument(where, data, lowest.lines, faults, layers=layers)
+    return LayeredDocument(where, data, lowest.lines, layers=layers)
 
 
 # --- paths ----------------------------------------------------------------------------------------

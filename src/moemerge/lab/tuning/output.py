@@ -19,7 +19,7 @@ from moemerge.checkpoint.model_card import in_code, model_card, own_files
 from moemerge.checkpoint.output import OutputFolder, temporary_sibling
 from moemerge.checkpoint.reader import AdaptedCheckpoint, as_ref
 from moemerge.checkpoint.safetensors_file import add_metadata
-from moemerge.config.dump import dump_document
+from moemerge.config.yaml_lines import dump_document
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.families.roles import Role
 from moemerge.lab.tuning.job import TuningJob
