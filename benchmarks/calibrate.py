@@ -47,12 +47,12 @@ def main() -> None:
 def calibrate(spec: dict[str, Any]) -> None:
     from moemerge.config.faults import parse_settings
     from moemerge.config.repair_settings import CalibrationSettings
-    from moemerge.repairs.calibration.job import CalibrationRequest
-    from moemerge.repairs.calibration.run import run_calibration
+    from moemerge.repairs.harc import calibrate as harc
+    from moemerge.repairs.inputs import RepairRequest
     from moemerge.runtime.process import limit_kernel_cache
 
     limit_kernel_cache()
-    request = CalibrationRequest(
+    request = RepairRequest(
         merged=spec["merged"],
         out=Path(spec["out"]),
         sources=spec["sources"],
@@ -63,7 +63,7 @@ def calibrate(spec: dict[str, Any]) -> None:
     )
     imported = time.time() - spec["begun"]
     notes = Notes(spec["begun"])
-    report = run_calibration(request, notes)
+    report = harc.run(request, notes)
     content = {
         **report.to_json(),
         "notes": notes.told,

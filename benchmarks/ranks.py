@@ -29,7 +29,7 @@ from job import Subject
 
 # What a job would import on its way.
 IMPORTED = (
-    "moemerge.repairs.calibration.run",
+    "moemerge.repairs.harc",
     "moemerge.statistics.collecting.run",
     "transformers.models.olmoe.modeling_olmoe",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
@@ -62,11 +62,11 @@ def child(spec: dict[str, Any]) -> None:
 def _calibrate(spec: dict[str, Any]) -> dict[str, Any]:
     from moemerge.config.faults import parse_settings
     from moemerge.config.repair_settings import CalibrationSettings
-    from moemerge.repairs.calibration.job import CalibrationRequest
-    from moemerge.repairs.calibration.run import run_calibration
+    from moemerge.repairs.harc import calibrate as harc
+    from moemerge.repairs.inputs import RepairRequest
     from moemerge.runtime.progress import Silent
 
-    request = CalibrationRequest(
+    request = RepairRequest(
         merged=spec["merged"],
         out=Path(spec["out"]),
         sources=spec["sources"],
@@ -75,7 +75,7 @@ def _calibrate(spec: dict[str, Any]) -> dict[str, Any]:
         overwrite=True,
         write=False,
     )
-    report = run_calibration(request, Silent())
+    report = harc.run(request, Silent())
     return {
         "seconds": report.seconds,
         "timings": report.timings.to_json(),

@@ -35,7 +35,7 @@ WARM = (
     "moemerge.api.listing",
     "moemerge.api.merging",
     "moemerge.api.repairs",
-    "moemerge.repairs.calibration.run",
+    "moemerge.repairs.harc",
     "moemerge.statistics.collecting.run",
     "moemerge.lab.data.run",
     "moemerge.diagnosis.run",

@@ -40,11 +40,9 @@ from moemerge.errors import MoeMergeError
 from moemerge.families.config_check import check_config
 from moemerge.lab.evaluation.settings import load_task
 from moemerge.lab.experiments.study_file import load_study
-from moemerge.repairs.lockstep.experts import read_experts
-from moemerge.repairs.lockstep.journal import Entry, Journal
+from moemerge.repairs.experts import read_experts
 from moemerge.runtime.files import parse_object
 from moemerge.runtime.journals import LineStore, read_lines
-from moemerge.runtime.lazy import torch
 from moemerge.text.rows import TextRow, parse_row
 from tools.fuzz import corpus, held_out, mutations
 
@@ -77,7 +75,6 @@ TOKENS = (
         b"9" * 400,
     ),
 )
-KEY = {"format": 1, "settings": {"alpha": 0.9}, "models": ["a", "b"]}  # of a journal
 HEAD = {"task": "sums", "seed": 3}  # of a journal's lines
 _PIECES = re.compile(rb'"[^"\n]{0,60}"|-?\d+(?:\.\d+)?|\w+')
 
@@ -109,12 +106,6 @@ class Parsers:
         self._descriptor = os.memfd_create("header")
         files, _ = open_folder(folder / "code")
         self._shapes = next(iter(files.values())).tensors
-        self._journal = folder / ".out.journal"
-        written = Journal(folder / "out", KEY)
-        weight = torch.arange(8, dtype=torch.float32).reshape(4, 2)
-        written.add(Entry("model.layers.0.mlp.gate.weight", {"gate": weight}, {"kl": 0.1}))
-        written.close()
-        self.kept = {path.name: path.read_bytes() for path in self._journal.iterdir()}
 
     def stored_lines(self) -> bytes:
         with LineStore(self._file, HEAD) as store:
@@ -173,27 +164,10 @@ class Parsers:
         self._file.write_bytes(data)
         return read_experts(self._file)
 
-    def journal_entry(self, data: bytes) -> object:
-        (self._journal / "0000.json").write_bytes(data)
-        journal = Journal(self.folder / "out", KEY)
-        try:
-            return [dict(entry.tensors) for entry in journal.entries]
-        finally:
-            journal.close()
-
-    def journal_key(self, data: bytes) -> object:
-        for name, content in self.kept.items():
-            (self._journal / name).write_bytes(content)
-        (self._journal / "key.json").write_bytes(data)
-        journal = Journal(self.folder / "out", KEY)
-        journal.close()
-        return journal
-
 
 def targets(folder: Path) -> dict[str, Target]:
     """Return every parser with its valid inputs."""
     parsers = Parsers(folder)
-    kept = parsers.kept
     rows = [*(folder / "rows.jsonl").read_bytes().splitlines(), b'{"body": "x"}']
     configs = [(folder / name).read_bytes() for name in corpus.CONFIGS]
     model, adapter = folder / "code/config.json", folder / "adapter/adapter_config.json"
@@ -205,8 +179,6 @@ def targets(folder: Path) -> dict[str, Target]:
         "lines of a journal": Target(parsers.lines, [parsers.stored_lines()], 100),
         "config.json": Target(parsers.model_config, [model.read_bytes()], 60),
         "file of experts": Target(parsers.experts, [experts], 100),
-        "entry of a journal": Target(parsers.journal_entry, [kept["0000.json"]], 20),
-        "key of a journal": Target(parsers.journal_key, [kept["key.json"]], 10),
         "adapter config": Target(parsers.adapter, [adapter.read_bytes()], 40),
         "index": Target(parsers.index, [_small_index(folder)], 20),
         "size": Target(parsers.size, [b"5GB", b"1.5 MiB"], 30),

@@ -7,8 +7,8 @@ from torch import Tensor
 from forward import reference
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import NumericalError, UsageError
+from moemerge.forward.old_stream import ModelStream
 from moemerge.forward.settings import StreamSettings
-from moemerge.forward.stream import ModelStream
 
 SPILLED = StreamSettings(offload="disk", spill_smallest=0)
 GATHERED = StreamSettings(gather=True)

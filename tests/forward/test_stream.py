@@ -20,9 +20,9 @@ from moemerge.errors import (
     NumericalError,
     UsageError,
 )
+from moemerge.forward.old_stream import ModelStream
 from moemerge.forward.router_stream import RouterStream
 from moemerge.forward.settings import StreamSettings
-from moemerge.forward.stream import ModelStream
 from moemerge.forward.tokens import finite
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain

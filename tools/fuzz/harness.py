@@ -27,7 +27,7 @@ WARM = (
     "moemerge.api.jobs",
     "moemerge.api.merging",
     "moemerge.merging.run",
-    "moemerge.repairs.calibration.run",
+    "moemerge.repairs.harc",
     "moemerge.diagnosis.run",
     "moemerge.statistics.collecting.run",
     "moemerge.repairs.refitting.run",

@@ -69,8 +69,8 @@ from moemerge.text.rows import check_text
 
 if TYPE_CHECKING:
     from moemerge.api.jobs import Files
-    from moemerge.repairs.calibration.report import CalibrationReport
     from moemerge.repairs.distilling.report import DistillReport
+    from moemerge.repairs.harc_report import CalibrationReport
     from moemerge.repairs.lockstep.report import RepairReport
     from moemerge.repairs.pruning.run import PruneReport
     from moemerge.repairs.refitting.report import RefitReport

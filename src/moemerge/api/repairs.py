@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from moemerge.api.jobs import Files
     from moemerge.diagnosis.page import BeforeAndAfter
     from moemerge.diagnosis.results import Diagnosis
-    from moemerge.repairs.calibration.report import CalibrationReport
     from moemerge.repairs.distilling.report import DistillReport
+    from moemerge.repairs.harc_report import CalibrationReport
     from moemerge.repairs.lockstep.report import RepairReport
     from moemerge.repairs.lockstep.request import RepairRequest
     from moemerge.repairs.refitting.report import RefitReport

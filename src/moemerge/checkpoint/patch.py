@@ -103,6 +103,10 @@ class CheckpointPatch:
             )
         return info
 
+    def require_writable(self, name: str) -> None:
+        """Refuse a tensor whose new values could not be stored."""
+        self._encoded(name)
+
     def poll(self) -> None:
         """Raise an error of the background copy, if any."""
         self._target.poll()

@@ -16,8 +16,8 @@ from moemerge.runtime.formatting import Quantity, percent, with_error
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
-    from moemerge.repairs.calibration.report import CalibrationReport
     from moemerge.repairs.distilling.report import DistillReport
+    from moemerge.repairs.harc_report import CalibrationReport
     from moemerge.repairs.lockstep.report import RepairReport
     from moemerge.repairs.pruning.run import PruneReport
     from moemerge.repairs.refitting.report import RefitReport

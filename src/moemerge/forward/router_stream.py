@@ -9,10 +9,10 @@ from torch import Tensor
 
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError
+from moemerge.forward.old_stream import ModelStream
 from moemerge.forward.routers import RouterModule
 from moemerge.forward.settings import StreamSettings
 from moemerge.forward.stops import Arrival, Pause, Stop
-from moemerge.forward.stream import ModelStream
 from moemerge.forward.weights import Weights
 from moemerge.text.batches import Batch
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moemerge.errors import UsageError
+from moemerge.errors import ArchitectureError, UsageError
+from moemerge.forward.routers import RouterModule
 from moemerge.forward.spill import Emptied, Spill, Tracker
 from moemerge.forward.weights import Weights
 from moemerge.runtime.process import start_thread
@@ -285,6 +286,68 @@ class Stop:
 
     def release(self) -> None:
         self._arrivals = ()
+
+
+class ModuleStop:
+    """A module before which all batches of a stream wait, with its inputs.
+
+    The inputs are valid until the stream runs on.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        layer: int,
+        arrivals: Sequence[Arrival],
+        same_input: bool,
+        router: RouterModule | None,
+        weights: Weights,
+    ) -> None:
+        self.path = path
+        self.layer = layer
+        self.arrivals = arrivals
+        # Whether every batch has the very same input tensor as at the previous stop.
+        self.same_input = same_input
+        self.router = router  # None at any other module
+        self._weights = weights
+
+    def inputs(self, domain: str, *, holdout: bool = False) -> list[Tensor]:
+        """Return the module's inputs without padding, a (tokens, d) tensor per batch."""
+        return [x for _, x in self.by_batch(domain, holdout=holdout)]
+
+    def by_batch(self, domain: str, *, holdout: bool = False) -> list[tuple[Batch, Tensor]]:
+        """Return the inputs with their batches, to pair tokens of several models."""
+        some = []
+        for arrival in self.arrivals:
+            if arrival.batch.domain == domain and arrival.batch.holdout == holdout:
+                if not arrival.given:
+                    raise ArchitectureError(f"the inputs of {self.path} are not the text's tokens")
+                some.append((arrival.batch, arrival.given[0]))
+        return some
+
+    @property
+    def weight(self) -> Tensor:
+        """The router's weight in memory, (experts, d)."""
+        assert self.router is not None
+        return self._weights.model.get_parameter(self.router.weight).detach()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias that is added to the router's logits, (experts,), or None."""
+        name = None if self.router is None else self.router.bias
+        return None if name is None else self._weights.model.get_parameter(name).detach()
+
+    @property
+    def weight_name(self) -> str:
+        """The name of the router's weight on disk."""
+        assert self.router is not None
+        stored = self._weights.names.on_disk(self.router.weight)
+        if stored is None:
+            raise ArchitectureError(
+                f"{self._weights.checkpoint.label}: {self.router.weight} is not stored as one "
+                "tensor of its own"
+            )
+        return stored
 
 
 def take_over_inputs(first_layer: nn.Module) -> RemovableHandle:

@@ -1,20 +1,17 @@
-"""Run a model over batches with one decoder layer in memory, and stop at requested modules.
+"""Run a model over batches with one decoder layer in memory, and stop at any module of it.
 
 The model's own forward runs once per batch, each in its own thread, which pauses before every layer
-and every requested module. When all batches wait at the same place, the next layer's weights are
-loaded, or the module's inputs are handed out. Then one batch after the other continues. Masks,
-rotary embeddings and state that layers pass to each other are left to the model, so the features
-are those of the whole model, bit for bit.
+and every module that a job stops at. When all batches wait at the same place, the next layer's
+weights are loaded, or the module's inputs are handed out. Masks, rotary embeddings and state that
+layers pass to each other are left to the model, so the features are those of the whole model, bit
+for bit.
 
     with ModelStream(checkpoint, batches, StreamSettings(device, dtype)) as stream:
-        stream.stop_at_layers()                           # before each layer, and at the end
-        stream.stop_before(["model.layers.0.self_attn.o_proj"])
-        stream.listen([router.path for router in stream.anatomy.routers], on_calls)
-        for stop in stream:                               # in the order the model runs them
-            if stop.kind == "module":
-                for x in stop.inputs("math"):             # (tokens, d) of each batch, no padding
-                    ...
-                stop.replace({f"{stop.path}.weight": new})   # rounded to the stored dtype
+        for number in stream:                             # every layer, its weights in memory
+            stop = stream.run_to(["model.layers.0.self_attn.o_proj"])
+            for x in stop.inputs("math"):                 # (tokens, d) of each batch, no padding
+                ...
+            stream.put({stop.path + ".weight": new})      # rounded to the stored dtype
 
 Memory holds: the resident part (norms, the head if requested, and the embeddings before the first
 layer), one layer (and the next, while it is read), the waiting batches' activations (see `spill`),
@@ -24,7 +21,7 @@ one running batch's temporaries, and the inputs at a stop.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -34,23 +31,21 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.errors import ArchitectureError, NumericalError, UsageError
+from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.forward.fused import fuse
 from moemerge.forward.input_hooks import InputHooks, find_input_hooks
 from moemerge.forward.loading import NameMap, build_skeleton
 from moemerge.forward.routers import Anatomy, anatomy, names_outside_layers, require_logits
 from moemerge.forward.settings import StreamSettings, estimate_memory, raise_forward_error
-from moemerge.forward.spill import Emptied, Gathered, SpillFactory, held_by
+from moemerge.forward.spill import SpillFactory, held_by
 from moemerge.forward.stops import (
     Arrival,
     CallLog,
+    ModuleStop,
     OnCalls,
     Pause,
-    PauseKind,
-    Stop,
     Worker,
     current_worker,
-    part_of_a_layer,
     take_over_inputs,
 )
 from moemerge.forward.tokens import check_tokens, finite, flat_tokens, real_rows
@@ -65,11 +60,11 @@ Output = Literal["hidden", "logits"]
 
 
 class ModelStream:
-    """Iterate to get the requested `Stop`s, in the order of the model's forward.
+    """One model, run layer by layer. Use it as a context manager, which frees everything.
 
     `on_output` is called with every batch's final hidden states (after the last norm) or logits.
-    Without it, and without stops at layers, the run ends at the last stop. Use it as a context
-    manager: leaving it ends all threads and frees the weights.
+    `last_layer` is the last layer that is needed; without it, the model runs to its end. With
+    `layer_inputs`, `entered` has each batch's hidden states before the layer.
     """
 
     def __init__(
@@ -80,6 +75,8 @@ class ModelStream:
         *,
         output: Output = "hidden",
         on_output: Callable[[Batch, Tensor], None] | None = None,
+        last_layer: int | None = None,
+        layer_inputs: bool = False,
         progress: Progress | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
@@ -94,6 +91,9 @@ class ModelStream:
         self.anatomy: Anatomy = anatomy(self.model)
         check_tokens(self.model, batches, checkpoint.label)
         self._on_output = on_output
+        self._last = len(self.anatomy.layers) - 1 if last_layer is None else last_layer
+        self._to_the_end = last_layer is None
+        self._layer_inputs = layer_inputs
         self._progress = progress or Silent()
         whole = on_output is not None and output == "logits"
         if whole:
@@ -112,38 +112,41 @@ class ModelStream:
         ]
         for worker in self._workers:
             worker.rows = real_rows(worker.batch, self.device)
-        self._points: dict[str, Pause] = {}  # modules to stop before, by path
-        self._at_layers = self._layer_inputs = False
         self._log = CallLog()
         self._brought: dict[int, weakref.ref[Tensor]] = {}  # by batch, at the previous stop
         self._hooks: list[RemovableHandle] = []
-        self._layer: int | None = None  # whose weights are in memory
-        self._at = "start"  # the kind of pause where the batches wait
+        self.layer: int | None = None  # whose weights are in memory
+        self.entered: Sequence[Arrival] = ()  # hidden states before the layer
+        self._at: Pause | None = None  # where all batches wait; None before the first step
         self._closed = False
-        self._stops: Iterator[Stop] | None = None
 
     @property
     def names(self) -> NameMap:
         """Where each parameter is stored."""
         return self.weights.names
 
+    @property
+    def stored_bytes(self) -> int:
+        """Return the size on disk of what is read."""
+        names = [
+            *self._root,
+            *(n for p in self.anatomy.layers for n in self.weights.names_under(p)),
+        ]
+        recipes = [recipe for name in names if (recipe := self.names.recipes.get(name))]
+        stored = {name for recipe in recipes for _, name in recipe.sources}
+        return sum(self.checkpoint.tensors[name].stored_bytes for name in stored)
+
     @cached_property
     def input_hooks(self) -> InputHooks:
         """The modules of every layer whose inputs can be read."""
         return find_input_hooks(self.model, self.anatomy)
 
-    # --- stops and listeners: to be set before the iteration begins ---
+    def module(self, path: str) -> Any:
+        return self.model.get_submodule(path)
 
-    def stop_before(self, paths: Iterable[str], kind: PauseKind = "module") -> None:
-        """Stop before these modules of the layers."""
-        self._points.update({path: Pause(kind, path) for path in paths})
-
-    def stop_at_layers(self, *, inputs: bool = False) -> None:
-        """Stop before every layer, with the previous one still in memory, and at the end.
-
-        With `inputs`, hand out the layer's input hidden states.
-        """
-        self._at_layers, self._layer_inputs = True, inputs
+    def parameter(self, name: str) -> Tensor:
+        """Return a parameter by its name in memory."""
+        return self.model.get_parameter(name).detach()
 
     def listen(self, paths: Iterable[str], on_calls: OnCalls, *, outputs: bool = False) -> None:
         """Record the calls of these modules, with their outputs if `outputs` is set.
@@ -153,103 +156,95 @@ class ModelStream:
         """
         self._hooks += self._log.listen(self.model, paths, on_calls, outputs=outputs)
 
-    # --- opening and closing ---
+    # --- running ---
 
-    def __enter__(self) -> Self:
-        return self
+    def __iter__(self) -> Iterator[int]:
+        while (number := self.begin_layer()) is not None:
+            yield number
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def begin_layer(self) -> int | None:
+        """Run all batches to the next layer and load its weights; return its number.
 
-    def close(self) -> None:
-        """End every thread, drop every weight and spilled file. Safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        self._stops = iter(())
-        for worker in self._workers:
-            worker.cancel()
-        self._workers = []
-        for hook in self._hooks:
-            hook.remove()
-        self.weights.close()
-        self.weights.free(self._root)
-        self.drop_layer()
-        self._spills.close()
-        self.give_back()
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._stops is not None:
-            raise UsageError("a stream runs once; open another for a second pass")
-        self._stops = self._run()  # a reference: a dropped iterator must not end the stream
-        return self._stops
-
-    # --- the schedule ---
-
-    def _run(self) -> Iterator[Stop]:
+        The previous layer runs to its end first. Return None after the last layer.
+        """
         try:
-            yield from self._schedule()
+            if self._at is None:
+                self._start()
+            last = self.layer == self._last and not self._to_the_end
+            if self.layer is not None and not last:
+                self.finish_layer()
+            assert self._at is not None
+            if last or self._at.kind == "end":
+                self.drop_layer()
+                self._progress.finish()
+                return None
+            self._bring(self.anatomy.layers.index(self._at.key))
         except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise_forward_error(error, f"{self.checkpoint.label}: no room", self.memory)
-        finally:
-            self.close()
+            self._raise(error)
+        return self.layer
 
-    def _schedule(self) -> Iterator[Stop]:
+    def run_to(self, paths: Collection[str]) -> ModuleStop | None:
+        """Run the layer until all batches wait before one of these modules.
+
+        Return None if the layer has run to its end, with its weights still in memory.
+        """
+        if self._has_left_layer():
+            return None
+        hooks = [self._pause_before(Pause("module", path)) for path in paths]
+        try:
+            arrivals, same = self._advance()
+        except RuntimeError as error:
+            self._raise(error)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self._has_left_layer():
+            return None
+        assert self._at is not None
+        assert self.layer is not None
+        router = next((r for r in self.anatomy.routers if r.path == self._at.key), None)
+        return ModuleStop(self._at.key, self.layer, arrivals, same, router, self.weights)
+
+    def finish_layer(self) -> None:
+        """Run the layer to its end."""
+        while not self._has_left_layer():
+            self.run_to(())
+
+    def _has_left_layer(self) -> bool:
+        """Whether all batches have passed the layer in memory."""
+        here = None if self.layer is None else self.anatomy.layers[self.layer]
+        return self._at is not None and self._at.kind != "module" and self._at.key != here
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use these tensors from now on, by name on disk, rounded to their stored dtype.
+
+        Each must be stored as one tensor, and be finite after rounding.
+        """
+        for name, value in tensors.items():
+            self.weights.put(self.names.in_memory(name), value)
+
+    def _start(self) -> None:
         self._progress.start("streaming", len(self.anatomy.layers), unit="layers")
-        self.weights.stored.share(self.settings.readers)
         with self.stopwatch.span("wait for weights"):
             self.weights.place(self.weights.fetch(self._root))
         self.weights.check(self._root, "the resident part")
         self.weights.require_finite(self._root)
-        layers = tuple(f"{path}." for path in self.anatomy.layers)
-        outside = (name for name in self.names.recipes if not name.startswith(layers))
-        self.weights.require_finite_on_disk(name for name in outside if name not in self._root)
         self.give_back()
         self._read_ahead(0)
-        self._hooks.append(take_over_inputs(self.model.get_submodule(self.anatomy.layers[0])))
-        for path in self.anatomy.layers:
-            self._pause_before(Pause("layer", path))
-        for pause in self._points.values():
-            self._pause_before(pause)
-        left = set(self._points)
-        while left or self._to_the_end:
-            pause, arrivals, shared = self._advance()
-            if pause.kind not in ("layer", "end") or self._at_layers:
-                left.discard(pause.key)
-                stop = self._stop(pause, arrivals, shared)
-                del arrivals
-                yield stop
-                stop.release()
-            if pause.kind == "layer":
-                self._bring(self.anatomy.layers.index(pause.key))
-            elif pause.kind == "end":
-                break
-        if not self._to_the_end and self._layer is not None:
-            # Modules after the last stop do not run, so hidden states cannot show their NaN.
-            self.weights.require_finite(self.weights.names_under(self.anatomy.layers[self._layer]))
-        self._progress.finish()
-
-    @property
-    def _to_the_end(self) -> bool:
-        return self._at_layers or self._on_output is not None
-
-    def _stop(self, pause: Pause, arrivals: Sequence[Arrival], shared: bool) -> Stop:
         layers = self.anatomy.layers
-        layer = layers.index(pause.key) if pause.kind == "layer" else self._layer
-        if pause.kind == "end" or layer is None:
-            layer = len(layers)
-        return Stop(pause, layer, self.weights, arrivals, shared)
+        self._hooks.append(take_over_inputs(self.model.get_submodule(layers[0])))
+        self._hooks += [self._pause_before(Pause("layer", path)) for path in layers]
+        self._advance()
 
-    def _advance(self) -> tuple[Pause, list[Arrival], bool]:
-        """Run every batch to its next pause, which must be the same for all."""
+    def _advance(self) -> tuple[list[Arrival], bool]:
+        """Run every batch to its next pause, which must be the same for all.
+
+        Return the batches with their inputs there, and whether these are the same tensors as at the
+        previous pause.
+        """
         arrivals: list[Arrival] = []
         flags: list[Tensor] = []
-        shared = True
-        gathered = None
-        if self.settings.gathers:
-            gathered = Gathered(worker.batch for worker in self._workers)
+        same = True
         begin = self.stopwatch.mark()
         for worker in self._workers:
             with attention_without_plans():
@@ -263,9 +258,9 @@ class ModelStream:
                     self._on_output(worker.batch, worker.value)
                 worker.value = None
                 continue
-            if worker.at.kind != "layer" or self._layer_inputs:
-                shared &= self._has_same_input(worker)
-                arrivals.append(self._arrival(worker, gathered))
+            if worker.at.kind == "module" or self._layer_inputs:
+                same &= self._has_same_input(worker)
+                arrivals.append(self._arrival(worker))
             if self._spills.active:
                 worker.put_away(self._shared_storages(), self.settings.spill_smallest)
         pauses = {worker.at for worker in self._workers}
@@ -274,17 +269,16 @@ class ModelStream:
                 f"batches wait at different places of the model: {sorted(map(str, pauses))}",
                 hint="the model's control flow depends on its input; it cannot be streamed",
             )
-        pause = pauses.pop()
-        self._check_finite(pause, flags)
-        self.stopwatch.add(part_of_a_layer(self._at, pause.kind), begin)
-        self._at = pause.kind
-        return pause, arrivals, shared
+        self._at = pauses.pop()
+        self._check_finite(self._at, flags)
+        self.stopwatch.add("embeddings" if self.layer is None else "layers", begin)
+        if self._at.kind == "layer":
+            self.entered = arrivals
+        return arrivals, same
 
     def _bring(self, layer: int) -> None:
         """Replace the layer in memory by this one, and start to read the next."""
-        if layer == self._layer:
-            return
-        first = self._layer is None
+        first = self.layer is None
         path = self.anatomy.layers[layer]
         names = self.weights.names_under(path)
         with self.stopwatch.span("wait for weights"):
@@ -293,7 +287,7 @@ class ModelStream:
             self.weights.check(names, path)
             # Hidden states do not show NaN in an expert that receives no token.
             self.weights.require_finite(names)
-            self._layer = layer
+            self.layer = layer
             self._read_ahead(layer + 1)
         if not first:
             self._progress.advance(1)
@@ -306,35 +300,51 @@ class ModelStream:
         if self.device.type == "cpu" and not self.settings.prefetches:
             return
         layers = self.anatomy.layers
-        last = len(layers) - 1
-        if not self._to_the_end:
-            last = max(
-                number
-                for number, path in enumerate(layers)
-                if any(point.startswith(path + ".") for point in self._points)
-            )
         later = layer + 1 if self.settings.prefetches else layer
-        if self.settings.prefetches and layer <= last:
+        if self.settings.prefetches and layer <= self._last:
             self.weights.prefetch(layers[layer], self.weights.names_under(layers[layer]))
-        if later <= last:
+        if later <= self._last:
             self.weights.advise(self.weights.names_under(layers[later]))
+
+    # --- closing ---
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every thread, drop every weight and spilled file. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for worker in self._workers:
+            worker.cancel()
+        self._workers, self.entered = [], ()
+        for hook in self._hooks:
+            hook.remove()
+        self.weights.close()
+        self.weights.free(self._root)
+        self.drop_layer()
+        self._spills.close()
+        self.give_back()
 
     def drop_layer(self) -> None:
         """Free the layer in memory, after all batches have passed it."""
-        if self._layer is not None:
-            path = self.anatomy.layers[self._layer]
-            self.weights.free(self.weights.names_under(path))
-            self._layer = None
+        if self.layer is not None:
+            self.weights.free(self.weights.names_under(self.anatomy.layers[self.layer]))
+            self.layer = None
             self.give_back()
 
     def _drop_embeddings(self) -> None:
         """Free the embeddings, once every batch has passed them."""
+        if self._runs is self.model:
+            return  # logits are computed, and the head may share its matrix with the embeddings
         with suppress(NotImplementedError):  # the model does not declare its embeddings
             table = self.model.get_input_embeddings()
             paths = [path for path, module in self.model.named_modules() if module is table]
-            own = {name for path in paths for name in self.weights.names_under(path)}
-            # If logits are computed, the head may share its matrix with the embeddings.
-            self.weights.free(own if self._runs is not self.model else ())
+            self.weights.free(name for path in paths for name in self.weights.names_under(path))
             self.give_back()
 
     def give_back(self) -> None:
@@ -352,7 +362,7 @@ class ModelStream:
         final: Tensor = result.logits if "logits" in result else result[0]
         return final
 
-    def _pause_before(self, at: Pause) -> None:
+    def _pause_before(self, at: Pause) -> RemovableHandle:
         def pause(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             worker = current_worker()
             if worker is None:
@@ -363,8 +373,7 @@ class ModelStream:
             others = given[1:] if at.kind == "module" else ()
             worker.pause(at, given[0], tuple(v for v in others if isinstance(v, Tensor)))
 
-        module = self.model.get_submodule(at.key)
-        self._hooks.append(module.register_forward_pre_hook(pause, with_kwargs=True))
+        return self.model.get_submodule(at.key).register_forward_pre_hook(pause, with_kwargs=True)
 
     # --- inputs at a stop ---
 
@@ -374,33 +383,21 @@ class ModelStream:
         self._brought[id(worker)] = weakref.ref(value)
         return before is not None and before() is value
 
-    def _arrival(self, worker: Worker, gathered: Gathered | None) -> Arrival:
+    def _arrival(self, worker: Worker) -> Arrival:
+        """Return the module's tensor arguments whose rows are tokens, without padding."""
         value = worker.value
         assert value is not None
-        tokens = flat_tokens(value, worker.batch)
-        if tokens is None:
-            if worker.at.kind == "router":
-                raise ArchitectureError(
-                    f"{worker.at.key} sees {value.numel() // value.shape[-1]} tokens of a batch of "
-                    f"{worker.batch.mask.numel()}"
-                )
-            return Arrival(worker.batch, ())
-        if gathered is None or worker.at.kind == "layer":
-            others = self._others(worker, copy=self._spills.active)
-            return Arrival(worker.batch, (worker.real(tokens, copy=self._spills.active), *others))
-        others = self._others(worker, copy=True)
-        block = gathered.take(worker.batch, tokens, worker.rows)
-        if not self._spills.active:
-            worker.emptied, worker.value = Emptied.of(value, block, worker.rows), None
-        return Arrival(worker.batch, (block, *others))
-
-    def _others(self, worker: Worker, *, copy: bool) -> list[Tensor]:
-        """Return further tensor arguments of the module whose rows are tokens, too."""
-        others = (flat_tokens(other, worker.batch) for other in worker.others)
-        return [worker.real(other, copy=copy) for other in others if other is not None]
+        given = []
+        for number, tensor in enumerate((value, *worker.others)):
+            tokens = flat_tokens(tensor, worker.batch)
+            if tokens is not None:
+                given.append(worker.real(tokens, copy=self._spills.active))
+            elif number == 0:
+                return Arrival(worker.batch, ())
+        return Arrival(worker.batch, tuple(given))
 
     def _shared_storages(self) -> set[int]:
-        inside = () if self._layer is None else (self.anatomy.layers[self._layer],)
+        inside = () if self.layer is None else (self.anatomy.layers[self.layer],)
         return held_by(
             module
             for path, module in self.model.named_modules()
@@ -417,22 +414,28 @@ class ModelStream:
             for worker, flag in zip(self._workers, flags, strict=True)
             if not bool(flag)
         }
+        where = (
+            f"in layer {self.layer}, before {pause.key}"
+            if pause.kind == "module"
+            else "in the embeddings"
+            if self.layer is None
+            else f"in the output of layer {self.layer}"
+        )
         raise NumericalError(
-            f"{self.checkpoint.label}: non-finite hidden states {self._where(pause)}, domain "
+            f"{self.checkpoint.label}: non-finite hidden states {where}, domain "
             f"{', '.join(sorted(bad))}",
             hint="the weights of that layer hold NaN or infinity, or overflow in this dtype; "
             'try `dtype="float32"`',
         )
 
-    def _where(self, pause: Pause) -> str:
-        if pause.kind in ("router", "module"):
-            what = "its router" if pause.kind == "router" else pause.key
-            return f"in layer {self._layer}, before {what}"
-        layer = self._layer
-        return "in the embeddings" if layer is None else f"in the output of layer {layer}"
+    def _raise(self, error: RuntimeError) -> None:
+        """Raise an error of this thread; out of memory is explained."""
+        if not is_out_of_memory(error):
+            raise error
+        raise_forward_error(error, f"{self.checkpoint.label}: no room", self.memory)
 
     def _raise_error_of(self, worker: Worker) -> None:
         if worker.error is not None:
-            layer = "before the first layer" if self._layer is None else f"in layer {self._layer}"
+            layer = "before the first layer" if self.layer is None else f"in layer {self.layer}"
             where = f"{self.checkpoint.label}: {layer}, domain {worker.batch.domain}"
             raise_forward_error(worker.error, where, self.memory)

@@ -9,7 +9,7 @@ from typing import Any
 from moemerge.config.repairs import Repair
 
 RUNNERS = {
-    "calibrate": "calibration.run:run_calibration",
+    "calibrate": "harc:calibrate",
     "distill": "distilling.run:run_distillation",
     "prune": "pruning.run:run_prune",
     "refit": "refitting.run:run_refit",
@@ -19,7 +19,6 @@ RUNNERS = {
 def load_runner(repair: Repair) -> Callable[[Any, Any], Any]:
     """Return the function that takes a request and a progress bar, and returns a report."""
     module, _, function = RUNNERS[repair.verb].partition(":")
-    run: Callable[[Any, Any], Any] = getattr(
-        importlib.import_module(f"moemerge.repairs.{module}"), function
-    )
+    found: Any = getattr(importlib.import_module(f"moemerge.repairs.{module}"), function)
+    run: Callable[[Any, Any], Any] = getattr(found, "run", found)
     return run

@@ -5,7 +5,7 @@ import pytest
 import zoo
 from lab.tuning.cases import InterruptedAt, rows, tune
 from moemerge.errors import UsageError
-from moemerge.repairs.lockstep.journal import SavedStates, mark_complete
+from moemerge.repairs.states import SavedStates, mark_complete
 from moemerge.runtime.journals import saved_path
 from repairs.calibration.cases import changed_tensors
 

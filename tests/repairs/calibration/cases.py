@@ -18,7 +18,7 @@ from torch import Tensor
 import moemerge
 import zoo
 from moemerge.diagnosis.results import Diagnosis
-from moemerge.repairs.calibration.report import CalibrationReport
+from moemerge.repairs.harc_report import CalibrationReport
 from moemerge.runtime.progress import Silent
 
 WORDS = zoo._WORDS.split()

@@ -13,7 +13,7 @@ import zoo
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.families.architecture import Architecture
-from moemerge.forward.router_stream import RouterStream
+from moemerge.forward.stream import ModelStream
 from moemerge.text.batches import make_batches
 from moemerge.text.domains import Domain
 from repairs.calibration import cases, dense
@@ -72,13 +72,14 @@ def test_the_model_goes_on_with_the_bias_that_is_stored(case_of, tmp_path):
     """Weight and bias may have dtypes of their own: each is rounded to its own, not more."""
     widen_router_biases(case_of("gpt_oss", dtype=torch.bfloat16).merged, tmp_path / "merged")
     rows = (torch.arange(3, 15),)
-    with RouterStream(
+    with ModelStream(
         Checkpoint.open(tmp_path / "merged"), make_batches([Domain("a", rows)])
     ) as stream:
-        stop = next(iter(stream))
+        stream.begin_layer()
+        stop = stream.run_to([stream.anatomy.routers[0].path])
         weight, bias = stop.weight + 0.1234567, torch.full((zoo.EXPERTS,), 0.1234567)
-        assert stop.bias_name is not None
-        stop.replace_stored({stop.weight_name: weight, stop.bias_name: bias})
+        bias_name = stop.weight_name.replace("weight", "bias")
+        stream.put({stop.weight_name: weight, bias_name: bias})
         assert stop.bias is not None
         assert torch.equal(stop.bias, bias)
         assert torch.equal(stop.weight, weight.bfloat16().float())

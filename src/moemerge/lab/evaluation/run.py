@@ -17,8 +17,8 @@ from moemerge.config.models import ModelLike
 from moemerge.errors import DataError
 from moemerge.families.opened import OpenModel, open_model
 from moemerge.forward.losses import DocumentLosses, NextTokenLoss
+from moemerge.forward.old_stream import ModelStream
 from moemerge.forward.settings import StreamSettings, forward_dtype, logit_batch_tokens
-from moemerge.forward.stream import ModelStream
 from moemerge.lab.evaluation.answers import (
     AnswersByModel,
     ScoredTask,

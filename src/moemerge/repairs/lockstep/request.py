@@ -5,64 +5,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
 from moemerge.checkpoint.patch import Quantised
-from moemerge.config.models import ModelRef
 from moemerge.config.settings import ForwardSettings
 from moemerge.errors import NumericalError, ResourceError
 from moemerge.families.opened import OpenModel, open_model
 from moemerge.forward.known_configs import require_loadable
-from moemerge.repairs.lockstep.inputs import JobText, check_names, settings_data, source_weights
+from moemerge.repairs.inputs import RepairRequest as RepairRequest
+from moemerge.repairs.inputs import check_names, settings_data, source_weights
 from moemerge.repairs.lockstep.models import MERGED, require_same_family
 from moemerge.repairs.lockstep.output import FollowingOutput, Output, PatchedOutput
 from moemerge.runtime.devices import is_out_of_memory, resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.ranks import Ranks
 from moemerge.text.domains import Domain
-from moemerge.text.rows import TextSource, check_files
-
-# Settings that the result does not depend on.
-NOT_IN_KEY = ("offload", "strict", "measure", "device", "dtype")
-S = TypeVar("S", bound=ForwardSettings)
-
-Reference = str | Path | ModelRef
-
-
-@dataclass(frozen=True)
-class RepairRequest(Generic[S]):
-    """The model to repair, its sources and their text under the same names, and the output."""
-
-    merged: Reference
-    out: Path
-    sources: Mapping[str, Reference]
-    data: Mapping[str, Sequence[TextSource]]
-    settings: S
-    weights: Mapping[str, float] = field(default_factory=dict)  # of sources; default: 1
-    # Text that is only measured, before and after.
-    check: Mapping[str, Sequence[TextSource]] = field(default_factory=dict)
-    # Files with the kept experts of sources that have more experts than the model.
-    experts: Mapping[str, str | Path] = field(default_factory=dict)
-    overwrite: bool = False
-    resume: bool = False  # never replace unfinished work, not even if `overwrite`
-    # The same run made the merged folder and removes it at the end: its config is complete, and
-    # unchanged shards can be linked instead of copied.
-    temporary: bool = False
-    # Names earlier merges of the same config in place of their temporary folders.
-    shown: Callable[[str], str] = str
-    # If False, everything is computed and reported, but neither OUT nor a journal is written.
-    write: bool = True
-    # The data, if they were read with the same settings before.
-    text: JobText | None = None
-
-    @property
-    def replaces_unfinished(self) -> bool:
-        """Whether unfinished work of another run may be replaced."""
-        return self.overwrite and not self.resume
+from moemerge.text.rows import check_files
 
 
 def open_models(
@@ -109,6 +69,8 @@ def open_output(
     )
 
 
+NOT_IN_KEY = ("offload", "strict", "measure", "device", "dtype")
+S = TypeVar("S", bound=ForwardSettings)
 LAYERS_KEPT: Final = "finished layers are kept if other settings stay the same"
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from moemerge.checkpoint import format_size, require_space
 from moemerge.errors import ArchitectureError, ResourceError
 from moemerge.families.opened import OpenModel
+from moemerge.forward.old_stream import ModelStream
 from moemerge.forward.router_stream import RouterStop, RouterStream
 from moemerge.forward.settings import (
     HEADROOM,
@@ -37,7 +38,6 @@ from moemerge.forward.settings import (
     needed,
 )
 from moemerge.forward.spill import Offload
-from moemerge.forward.stream import ModelStream
 from moemerge.repairs.lockstep.journal import Entry
 from moemerge.repairs.lockstep.models import PairedRouter
 from moemerge.repairs.lockstep.output import Output

@@ -14,8 +14,8 @@ from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.families.architecture import RouterInfo
 from moemerge.families.opened import OpenModel
 from moemerge.forward.input_hooks import ExpertsHook, ExpertView
+from moemerge.forward.old_stream import ModelStream
 from moemerge.forward.settings import MemoryEstimate, StreamSettings
-from moemerge.forward.stream import ModelStream
 from moemerge.forward.tokens import routing_of, sort_by_expert
 from moemerge.repairs.lockstep.streams import Need, open_streams
 from moemerge.runtime.progress import Progress

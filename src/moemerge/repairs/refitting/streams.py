@@ -12,10 +12,10 @@ from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError
 from moemerge.families.opened import OpenModel
 from moemerge.forward.input_hooks import LinearHook, head_input
+from moemerge.forward.old_stream import ModelStream
 from moemerge.forward.settings import MemoryEstimate, StreamSettings
 from moemerge.forward.spill import Offload
 from moemerge.forward.stops import Stop
-from moemerge.forward.stream import ModelStream
 from moemerge.forward.tokens import real_tokens
 from moemerge.repairs.lockstep.experts import ExpertMaps
 from moemerge.repairs.refitting.job import RefitJob

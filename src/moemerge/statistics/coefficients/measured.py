@@ -23,7 +23,7 @@ from moemerge.config.parameters import StatisticsKind
 from moemerge.config.settings import ForwardSettings
 from moemerge.errors import ArchitectureError, UsageError
 from moemerge.families.layout import projection_of
-from moemerge.forward.stream import ModelStream
+from moemerge.forward.old_stream import ModelStream
 from moemerge.runtime.progress import Progress
 from moemerge.statistics import Statistics
 from moemerge.statistics.coefficients.job import CoefficientsJob, FoundCoefficients

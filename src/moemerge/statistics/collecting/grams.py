@@ -24,8 +24,8 @@ from moemerge.forward.input_hooks import (
     head_input,
     linear_weights,
 )
+from moemerge.forward.old_stream import ModelStream
 from moemerge.forward.stops import Call
-from moemerge.forward.stream import ModelStream
 from moemerge.forward.tokens import real_rows, real_tokens
 from moemerge.runtime.ranks import Ranks
 from moemerge.statistics import StatisticsWriter

@@ -13,7 +13,7 @@ from moemerge.checkpoint.output import temporary_sibling
 from moemerge.config.models import ModelRef
 from moemerge.config.requests import StatisticsRequest
 from moemerge.forward.input_hooks import UnitMap
-from moemerge.forward.stream import ModelStream
+from moemerge.forward.old_stream import ModelStream
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks

@@ -1,1 +1,0 @@
-"""HARC: solve for the routers of a merged model, layer by layer."""
