@@ -39,7 +39,7 @@ BUDGETS = {
     "conversion": 2_500,
     "diagnosis": 2_000,
     "families": 3_300,
-    "forward": 3_700,
+    "forward": 4_000,
     "kernels": 1_300,
     "lab": 12_000,
     "merging": 3_900,
