@@ -63,19 +63,28 @@ def test_workers_and_sharding_do_not_change_a_bit(models, tmp_path, method):
 
 
 def test_its_own_config_makes_a_merge_again_from_anywhere(models, tmp_path, monkeypatch):
-    """Seed and whole paths are in it: same bytes, though the method draws at random."""
-    settings = config("dare_ties", [models[0], "m1", "m2"], density=0.4)
-    monkeypatch.chdir(models[1].parent)
+    """Same bytes, though the method draws at random, and no absolute path is published."""
+    here = models[1].parent
+    monkeypatch.chdir(here)
+    settings = config("dare_ties", [os.path.relpath(models[0]), "m1", "m2"], density=0.4)
     moemerge.merge(settings, "out", seed=7)
-    written = (tmp_path / "out" / "moemerge_config.yml").read_text()
+    out = here / "out"
+    written = (out / "moemerge_config.yml").read_text()
     assert "seed: 7" in written
-    assert written in (tmp_path / "out" / "README.md").read_text()
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    moemerge.merge("../out/moemerge_config.yml", "again")
-    assert weights(tmp_path / "out") == weights(tmp_path / "elsewhere" / "again")
-    moemerge.merge("../out/moemerge_config.yml", "other", seed=8)  # a flag beats the config
-    assert weights(tmp_path / "out") != weights(tmp_path / "elsewhere" / "other")
+    assert "../m1" in written
+    assert written in (out / "README.md").read_text()
+    report = json.loads((out / "moemerge_report.json").read_text())["merge"]
+    assert {"../m1", "../m2"} < {one["model"] for one in report["inputs"].values()}
+    moemerge.convert("out", tmp_path / "fused", layout="fused")
+    for folder, name in ((out, "README.md"), (tmp_path / "fused", "moemerge_config.yml")):
+        assert str(here) not in (folder / name).read_text().replace(str(tmp_path), ""), name
+    monkeypatch.chdir(tmp_path / "fused")
+    moemerge.merge(out / "moemerge_config.yml", tmp_path / "again")
+    assert weights(out) == weights(tmp_path / "again")
+    moemerge.merge("moemerge_config.yml", tmp_path / "converted")
+    assert weights(out) == weights(tmp_path / "converted")
+    moemerge.merge(out / "moemerge_config.yml", tmp_path / "other", seed=8)  # a flag wins
+    assert weights(out) != weights(tmp_path / "other")
 
 
 def test_runs_of_rows_equal_the_whole(models, tmp_path, monkeypatch):

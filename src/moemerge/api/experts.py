@@ -165,7 +165,7 @@ def compose(
         if loaded.attention is None:
             return run_compose(loaded, out, settings, progress)
         merge_config = load_config(loaded.attention).merge_alone()
-        resolved = config_data(merge_config.config, absolute=True)
+        resolved = config_data(merge_config.config, out)
         loaded = loaded.model_copy(update={"attention": resolved})
         check_output(out, overwrite=settings.overwrite)
         with temporary_sibling(out) as folder:

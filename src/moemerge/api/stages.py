@@ -20,7 +20,6 @@ from moemerge.api.inputs import missing_inputs
 from moemerge.api.listing import method_schemas, wrapper_schemas
 from moemerge.checkpoint import check_output
 from moemerge.checkpoint.output import temporary_folder, temporary_sibling
-from moemerge.config.dump import dump_config
 from moemerge.config.load import EarlierStages, LoadedConfig, check_document
 from moemerge.config.settings import MergeSettings
 from moemerge.config.yaml_lines import Document, read_documents
@@ -88,8 +87,7 @@ def _run(
             shutil.rmtree(folder / name)  # no later merge reads it
         seed = loaded.config.seed if settings.seed is None else settings.seed
         config = loaded.config.model_copy(update={"seed": seed or 0})
-        text = f"name: {stage.name}\n" + loaded.shown(dump_config(config, absolute=True))
-        earlier = replace(earlier, documents=(*earlier.documents, text))
+        earlier = replace(earlier, configs=(*earlier.configs, (stage.name, config)))
 
 
 def _write_placeholder(loaded: LoadedConfig, out: Path, settings: MergeSettings) -> None:

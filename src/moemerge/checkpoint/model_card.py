@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from moemerge.config.models import CONFIG_NAME as CONFIG_NAME
 from moemerge.runtime.checksums import REPORT_NAME as REPORT_NAME
 from moemerge.runtime.checksums import report_bytes as report_bytes
 from moemerge.version import __version__
 
-CONFIG_NAME = "moemerge_config.yml"
 CARD_NAME = "README.md"
 
 

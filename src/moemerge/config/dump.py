@@ -6,16 +6,15 @@ knows less than `load_config`, which also checks how keys depend on each other.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
 from moemerge.config.fields import LayerSelection, ValueForm
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelRef, named_in
 from moemerge.config.parameter_values import Conditional, Gradient, plain
 from moemerge.config.parameters import MethodSchema, WrapperSchema
 from moemerge.config.schema import REPAIRS, RunConfig
@@ -30,18 +29,17 @@ _FIRST = ("merge_method", "base_model")
 _FILES = ("data", "base_data", "check", "statistics")  # whose values are file names
 
 
-def dump_config(config: RunConfig, *, absolute: bool = False) -> str:
+def dump_config(config: RunConfig, folder: Path | None = None) -> str:
     """Return a config as YAML text, with all settings of a repair.
 
-    With `absolute`, it means the same in every working directory: files and local models have
-    absolute paths.
+    With `folder`, paths are relative to the folder that the config is written to.
     """
-    return dump_document(config_data(config, absolute=absolute))
+    return dump_document(config_data(config, folder))
 
 
-def config_data(config: BaseModel, *, absolute: bool = False) -> dict[str, Any]:
-    """Return the config as plain data, as a YAML or JSON file contains it."""
-    data = _mapping(config, absolute=absolute)
+def config_data(config: BaseModel, folder: Path | None = None) -> dict[str, Any]:
+    """Return the config as plain data, as a YAML or JSON file (in `folder`) contains it."""
+    data = _mapping(config, folder=folder)
     first = {key: data[key] for key in _FIRST if key in data}
     return {**first, **{key: value for key, value in data.items() if key not in first}}
 
@@ -51,7 +49,7 @@ def plain_settings(settings: BaseModel, *, given: bool = False) -> dict[str, Any
     return _mapping(settings, full=not given)
 
 
-def _mapping(model: BaseModel, *, absolute: bool = False, full: bool = False) -> dict[str, Any]:
+def _mapping(model: BaseModel, *, folder: Path | None = None, full: bool = False) -> dict[str, Any]:
     """Return the fields that differ from their defaults or are in `_EXPLICIT`.
 
     With `full`, return all fields that have a value.
@@ -62,47 +60,51 @@ def _mapping(model: BaseModel, *, absolute: bool = False, full: bool = False) ->
         default = info.get_default(call_default_factory=True)
         if value is None or not (full or name in _EXPLICIT or value != default):
             continue
-        if name == "coefficients" and absolute:
-            value = os.path.abspath(value)
-        if name in _FILES and absolute:
-            named = isinstance(value, Mapping)
-            value = {k: _absolute(t) for k, t in value.items()} if named else _absolute(value)
-        result[name] = _plain(value, absolute=absolute, full=full or name in _ALWAYS)
+        if folder is not None and name == "coefficients":
+            value = named_in(folder, value)
+        if folder is not None and name in _FILES:
+            value = (
+                {key: _files(folder, text) for key, text in value.items()}
+                if isinstance(value, Mapping)
+                else _files(folder, value)
+            )
+        result[name] = _plain(value, folder=folder, full=full or name in _ALWAYS)
     return result
 
 
-def _plain(value: Any, **options: bool) -> Any:
+def _plain(value: Any, *, folder: Path | None, full: bool) -> Any:
     if isinstance(value, BaseModel):
-        return _mapping(value, **options)
+        return _mapping(value, folder=folder, full=full)
     if isinstance(value, ModelRef):
-        return _model(value.absolute() if options["absolute"] else value)
+        return _model(value if folder is None else value.as_named_in(folder))
     if isinstance(value, LayerSelection | PurePath):
         return str(value)
     if isinstance(value, (Gradient, Conditional)):
         return plain(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item, **options) for key, item in value.items()}
+        return {key: _plain(item, folder=folder, full=full) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, **options) for item in value]
+        return [_plain(item, folder=folder, full=full) for item in value]
     return value
 
 
-def _absolute(text: tuple[str, ...] | DataRecipe) -> list[str] | DataRecipe:
-    """Return files with absolute paths. In a recipe only existing ones are changed: others may be
-    hub ids."""
+def _files(folder: Path, text: tuple[str, ...] | DataRecipe) -> list[str] | DataRecipe:
+    """Return files as a config in `folder` names them. In a recipe only existing ones are changed:
+    others may be hub ids."""
     if not isinstance(text, DataRecipe):
-        return [name if name.startswith("<") else os.path.abspath(name) for name in text]
+        return [name if name.startswith("<") else named_in(folder, name) for name in text]
     inputs = {
-        key: tuple(os.path.abspath(p) if os.path.exists(p) else p for p in getattr(text, key))
+        key: tuple(named_in(folder, path, existing=True) for path in getattr(text, key))
         for key in ("prompts", "text", "against")
     }
-    return text.model_copy(update={"file": os.path.abspath(text.file), **inputs})
+    return text.model_copy(update={"file": named_in(folder, text.file), **inputs})
 
 
 def _model(ref: ModelRef) -> Any:
     """Return text, or mergekit's mapping if the text would be misread."""
     parts = (ref.path, ref.revision, ref.lora, ref.lora_revision)
-    if not any(mark in part for part in parts if part for mark in "@+#"):
+    clear = not any(mark in part for part in parts if part for mark in "@+#")
+    if clear and not (ref.lora or "").startswith("."):  # only a whole text's path is located
         return str(ref)
     side = {"path": ref.path, "revision": ref.revision}
     result: dict[str, Any] = {"model": {k: v for k, v in side.items() if v is not None}}

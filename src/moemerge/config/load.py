@@ -34,7 +34,7 @@ class EarlierStages:
     """Merges of the same file whose results exist while the last one runs."""
 
     prefix: str  # of their folders
-    documents: tuple[str, ...]  # their configs as YAML, in the order in which they ran
+    configs: tuple[tuple[str, RunConfig], ...]  # by name, in the order in which they ran
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from moemerge.errors import ConfigError
 
@@ -65,10 +65,15 @@ class ModelRef:
         paths = (self.path,) if self.lora is None else (self.path, self.lora)
         return "+".join(os.path.basename(path.rstrip("/")) or path for path in paths)
 
-    def absolute(self) -> ModelRef:
-        """Return the same with absolute paths of folders; hub ids are unchanged."""
-        lora = None if self.lora is None else _absolute(self.lora)
-        return replace(self, path=_absolute(self.path), lora=lora)
+    def as_named_in(self, folder: Path) -> ModelRef:
+        """Return the reference as a file in `folder` names this model: see `named_in`."""
+        lora = None if self.lora is None else named_in(folder, self.lora, existing=True)
+        return replace(self, path=named_in(folder, self.path, existing=True), lora=lora)
+
+    def located(self, folder: Path) -> ModelRef:
+        """Return the reference that a file in `folder` means."""
+        lora = None if self.lora is None else located(self.lora, folder)
+        return replace(self, path=located(self.path, folder), lora=lora)
 
     def __str__(self) -> str:
         text = _joined(self.path, self.revision)
@@ -81,8 +86,43 @@ class ModelRef:
 ModelLike = str | Path | ModelRef  # a model as a caller gives it
 
 
-def _absolute(path: str) -> str:
-    return os.path.abspath(path) if os.path.exists(path) else path
+# --- paths in files that moemerge writes ----------------------------------------------------------
+
+CONFIG_NAME: Final = "moemerge_config.yml"  # its paths with ./ or ../ are relative to its folder
+
+
+def named_in(folder: Path, path: str, *, existing: bool = False) -> str:
+    """Return a path as a file in `folder` names it: with ./ or ../, relative to that folder.
+
+    Absolute paths are unchanged, and so are hub ids: with `existing`, every other text that is not
+    the path of an existing file.
+    """
+    if os.path.isabs(path) or path.startswith("~") or (existing and not os.path.exists(path)):
+        return path
+    relative = os.path.relpath(os.path.abspath(path), os.path.realpath(folder))
+    return relative if relative.startswith("..") else os.path.join(".", relative)
+
+
+def named(value: Any, folder: Path) -> Any:
+    """Return plain data with relative paths, as `located` returns them, for a file in `folder`."""
+    if isinstance(value, Mapping):
+        return {key: named(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [named(item, folder) for item in value]
+    relative = isinstance(value, str) and value.startswith(("./", "../"))
+    return named_in(folder, value) if relative else value
+
+
+def located(value: Any, folder: Path) -> Any:
+    """Return plain data with the paths that `named_in` made relative to the working directory."""
+    if isinstance(value, Mapping):
+        return {key: located(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [located(item, folder) for item in value]
+    if not isinstance(value, str) or not value.startswith(("./", "../")):
+        return value
+    relative = os.path.relpath(os.path.join(os.path.realpath(folder), value))
+    return relative if relative.startswith("..") else os.path.join(".", relative)
 
 
 def _joined(path: str, revision: str | None) -> str:

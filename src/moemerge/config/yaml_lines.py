@@ -20,8 +20,9 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from moemerge.config.faults import Fault, Path, faults_of, path_text
+from moemerge.config.models import CONFIG_NAME, located, named
 from moemerge.errors import ConfigError
-from moemerge.runtime.files import open_file_or_pipe
+from moemerge.runtime.files import open_file_or_pipe, read_utf8
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -174,7 +175,10 @@ def read_yaml(text: str, where: str) -> Document:
 
 
 def read_all(text: str, where: str) -> list[Document]:
-    """Read every document of a YAML text; lines are those of the text."""
+    """Read every document of a YAML text; lines are those of the text.
+
+    Relative paths in our own file in a model folder are located from the working directory.
+    """
     reader = YAML(pure=True)
     reader.preserve_quotes = True  # tells `yes` from "yes"
     try:
@@ -188,7 +192,17 @@ def read_all(text: str, where: str) -> list[Document]:
         raise ConfigError(f"{where}: not valid YAML: {error}") from None
     if not documents:
         raise ConfigError(f"{where}: the file is empty", hint="a config is a YAML file")
+    file = FilePath(where)
+    if file.name == CONFIG_NAME:
+        for document in documents:
+            document.data = located(document.data, file.parent)
     return documents
+
+
+def config_for(path: FilePath, folder: FilePath) -> str:
+    """Return the text of a model's own config for a file in another folder."""
+    documents = read_all(read_utf8(path), str(path))
+    return "---\n".join(dump_document(named(document.data, folder)) for document in documents)
 
 
 def _single(documents: Sequence[Document]) -> Document:

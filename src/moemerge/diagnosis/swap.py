@@ -15,6 +15,7 @@ from moemerge.checkpoint import CheckpointPatch, check_output, require_space
 from moemerge.checkpoint.model_card import CARD_NAME, CONFIG_NAME, REPORT_NAME, report_file
 from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelLike
+from moemerge.config.yaml_lines import config_for
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.families.opened import OpenModel, open_model
 from moemerge.repairs.lockstep.models import (
@@ -108,9 +109,8 @@ def _provenance(folder: Path, report: SwapReport) -> dict[str, bytes]:
             _text(folder / CARD_NAME) + f"\n## Swapped routers\n\n{section}\n".encode()
         )
     if os.path.isfile(folder / CONFIG_NAME):
-        files[CONFIG_NAME] = f"# {words} (moemerge swap-routers).\n".encode() + _text(
-            folder / CONFIG_NAME
-        )
+        text = config_for(folder / CONFIG_NAME, Path(report.output))
+        files[CONFIG_NAME] = f"# {words} (moemerge swap-routers).\n{text}".encode()
     return files
 
 

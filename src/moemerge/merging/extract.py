@@ -25,6 +25,7 @@ from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import RowRange
 from moemerge.config.documents import KeptDocument, parse_document
 from moemerge.config.models import ModelRef
+from moemerge.config.yaml_lines import config_for
 from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.families.opened import OpenModel, open_model
 from moemerge.families.roles import Unit
@@ -82,7 +83,7 @@ def extract_model(
             f"{ours.label} keeps no model {name!r}{did_you_mean(name, kept.tasks)}",
             hint=f"its models: {', '.join(kept.tasks)}",
         )
-    reference = kept.base if base is None else base
+    reference = ModelRef.parse(kept.base).located(folder) if base is None else base
     origin = open_model("base", reference)
     require_one_family([ours, origin])
     _require_base(kept, origin)
@@ -150,7 +151,7 @@ def _require_parts(
 def _companions(checkpoint: Checkpoint, report: ExtractReport) -> dict[str, bytes]:
     """Return a report and a card that describe the extracted model instead of the merge."""
     config = checkpoint.path / CONFIG_NAME
-    text = config.read_text(encoding="utf-8") if os.path.isfile(config) else ""
+    text = config_for(config, Path(report.output)) if os.path.isfile(config) else ""
     card = model_card(
         title=Path(report.output).name,
         summary=f"The model `{report.task}`, taken out of `{report.shared}` ({report.keep}).",

@@ -23,6 +23,7 @@ from moemerge.checkpoint.folder import SINGLE
 from moemerge.checkpoint.model_card import report_bytes
 from moemerge.checkpoint.output import KEPT_FOLDER
 from moemerge.checkpoint.patch import DEFAULT_SHARD_BYTES
+from moemerge.config.models import ModelRef
 from moemerge.config.schema import Keep, KeptModels
 from moemerge.families.opened import OpenModel
 from moemerge.families.roles import Unit
@@ -128,15 +129,15 @@ class ModelKeeper:
     """Writes the kept parts of every model. A thread-safe context manager."""
 
     def __init__(
-        self, plan: MergePlan, settings: KeptModels, base: OpenModel, place: str, folder: Path
+        self, plan: MergePlan, settings: KeptModels, base: OpenModel, ref: ModelRef, folder: Path
     ) -> None:
         self._plan = plan
         self._settings = settings
+        self._folder = folder / KEPT_FOLDER
         self._base = {
-            "base": place,
+            "base": str(ref.as_named_in(self._folder)),
             "base_fingerprint": model_fingerprint(base.checkpoint, base.architecture),
         }
-        self._folder = folder / KEPT_FOLDER
         self._lock = threading.Lock()
         merges = [merge for block in plan.blocks for merge in block.merges]
         self._models = list(dict.fromkeys(s.model for m in merges for s in m.inputs))

@@ -28,6 +28,7 @@ from moemerge.checkpoint.model_card import (
     model_card,
     report_file,
 )
+from moemerge.checkpoint.reader import as_ref
 from moemerge.checkpoint.requantise import QuantisingWriter, static_scale_notices
 from moemerge.config.checks import filter_faults
 from moemerge.config.coefficients import Coefficients
@@ -253,7 +254,12 @@ def run_merge(
     """
     device = own_device(resolve_device(job.settings.device))
     with open_writer(job.plan, out, job.settings, ranks) as writer:
-        report = replace(job.report, device=str(device), output=str(out))
+        models = account_for_inputs(
+            job.plan,
+            job.loaded.merge.bases,
+            lambda label: job.loaded.shown(str(as_ref(label).as_named_in(out))),
+        )
+        report = replace(job.report, models=models, device=str(device), output=str(out))
         if ranks.leads:  # before the weights, while the disk is idle
             _write_companions(writer, job, report)
         plan = own_part(job.plan, ranks)
@@ -311,7 +317,7 @@ def keeping(job: MergeJob, folder: Path) -> AbstractContextManager[ModelKeeper |
     if kept is None or base is None:
         return nullcontext()
     model = job.plan.models[job.loaded.merge.name_of(base)]
-    return ModelKeeper(job.plan, kept, model, str(base.absolute()), folder)
+    return ModelKeeper(job.plan, kept, model, base, folder)
 
 
 def _write_companions(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> None:
@@ -319,9 +325,12 @@ def _write_companions(writer: CheckpointWriter, job: MergeJob, report: MergeRepo
     for name, path in job.files.copied.items():
         writer.add_file(path, name)
     config = job.loaded.config.model_copy(update={"seed": job.plan.seed})
-    config_text = job.loaded.shown(dump_config(config, absolute=True))
+    texts = [dump_config(config, writer.out)]
     if job.loaded.earlier is not None:
-        config_text = "---\n".join((*job.loaded.earlier.documents, config_text))
+        earlier = job.loaded.earlier.configs
+        before = [f"name: {name}\n{dump_config(one, writer.out)}" for name, one in earlier]
+        texts = [*before, *texts]
+    config_text = job.loaded.shown("---\n".join(texts))
     made = {
         **job.files.made,
         CONFIG_NAME: config_text.encode(),

@@ -19,12 +19,14 @@ from moemerge.checkpoint.model_card import (
     report_bytes,
     report_file,
 )
+from moemerge.checkpoint.reader import as_ref
 from moemerge.config.documents import MergeDocument, parse_document
 from moemerge.config.dump import dump_config
 from moemerge.config.faults import parse_settings
+from moemerge.config.models import located, named, named_in
 from moemerge.config.schema import REPAIRS, RunConfig
 from moemerge.config.settings import as_flags
-from moemerge.config.yaml_lines import read_all, read_yaml
+from moemerge.config.yaml_lines import config_for, read_all, read_yaml
 from moemerge.errors import MoeMergeError
 from moemerge.families.opened import OpenModel
 from moemerge.repairs.experts import PRUNING
@@ -45,7 +47,7 @@ def output_files(
 ) -> dict[str, bytes]:
     """Return resolved config, report and model card of a repaired model."""
     folder = merged.checkpoint.path
-    earlier = earlier_report(folder)
+    earlier = earlier_report(folder, request.out)
     config, flags = _resolved_config(request, merged, earlier, report)
     texts = (*request.data.values(), *request.check.values())
     whole = not any(isinstance(text, Mapping) for rows in texts for text in rows)
@@ -54,7 +56,8 @@ def output_files(
     own = report.repair.key
     repairs = keys[: keys.index(own)]
     before = ("merge", COMPOSITION, TUNING, *repairs)
-    parts = {**{name: earlier.get(name) for name in before}, own: report.to_json()}
+    part = {**report.to_json(), **_named_inputs(report, request.out)}
+    parts = {**{name: earlier.get(name) for name in before}, own: part}
     if request.temporary:  # the folders of the merge and of earlier repairs will be removed
         if parts["merge"] is not None:
             place = {**parts["merge"]["output"], "folder": report.output}
@@ -65,6 +68,19 @@ def output_files(
         CONFIG_NAME: config.encode(),
         REPORT_NAME: report_file(**parts),
         CARD_NAME: card.encode(),
+    }
+
+
+def _named_inputs(report: RepairReport, out: Path) -> dict[str, Any]:
+    """Return the report's models and files as a file in OUT names them."""
+    texts = {"data": report.data, "check": report.check}
+    return {
+        "merged": str(as_ref(report.merged).as_named_in(out)),
+        "sources": {n: str(as_ref(m).as_named_in(out)) for n, m in report.sources.items()},
+        **{
+            key: {n: [named_in(out, f, existing=True) for f in files] for n, files in text.items()}
+            for key, text in texts.items()
+        },
     }
 
 
@@ -79,16 +95,16 @@ def _resolved_config(
     written = merged.checkpoint.path / CONFIG_NAME
     needed = dict(earlier.get("merge", {}).get("settings", {}))
     if request.temporary and os.path.isfile(written):
-        text = read_utf8(written)
-        last = read_all(text, str(written))[-1]  # of several merges, only the last is repaired
+        # Of several merges, only the last is repaired.
+        last = read_all(read_utf8(written), str(written))[-1]
         if report.repair.key in last.data:  # not after `prune --repair`
-            return text, as_flags(needed)
+            return config_for(written, request.out), as_flags(needed)
     block = {
         **settings_data(request.settings),
         # A list, since a mapping would add to the merged models.
         "sources": [{name: model} for name, model in report.sources.items()],
         "weights": dict(request.weights) or None,
-        "experts": {name: str(Path(file).absolute()) for name, file in request.experts.items()}
+        "experts": {n: named_in(request.out, str(file)) for n, file in request.experts.items()}
         or None,
         "data": {name: list(files) for name, files in report.data.items()},
         "check": {name: list(files) for name, files in report.check.items()} or None,
@@ -108,7 +124,7 @@ def _resolved_config(
             report.repair.key: block,
         }
         config = parse_settings(RunConfig, plain, "the resolved config")
-    return dump_config(config, absolute=True), as_flags(needed)
+    return dump_config(config, request.out), as_flags(needed)
 
 
 def _card(
@@ -127,34 +143,35 @@ def _card(
         old = read_file(written).decode("utf-8", "replace").rstrip("\n")
         made = f"{repair.card_done} with moemerge {__version__}."
         return f"{old}\n\n## {repair.card_title}\n\n{made} {report.card_section}\n"
-    merge = earlier.get("merge", {})
+    own, merge = _named_inputs(report, Path(report.output)), earlier.get("merge", {})
     inputs = merge.get("inputs", {})
     models = [
         f"- `{in_code(str(m.get('model')))}` ({in_markdown(name)}"
         f"{', the base' if m.get('base') else ''})"
         for name, m in inputs.items()
     ] or [
-        f"- `{in_code(report.merged)}` (merged)",
-        *(f"- `{in_code(model)}` ({in_markdown(name)})" for name, model in report.sources.items()),
+        f"- `{in_code(own['merged'])}` (merged)",
+        *(f"- `{in_code(model)}` ({in_markdown(name)})" for name, model in own["sources"].items()),
     ]
     merged = counted(sum(not m.get("base") for m in inputs.values()), "model")
     how = f"{merged} merged with `{merge.get('method')}`" if inputs else "A merged model"
     done = [one.card_summary for one in REPAIRS[: REPAIRS.index(repair)] if one.key in earlier]
-    named = [m.get("model") for m in inputs.values()] or [*report.sources.values()]
+    models_used = [m.get("model") for m in inputs.values()] or [*own["sources"].values()]
     return model_card(
         title=Path(report.output).name,
         summary=f"{', '.join([how, *done, repair.card_summary])}.",
-        hub_models=[part for m in named if m for part in hub_ids(str(m))],
+        hub_models=[part for m in models_used if m for part in hub_ids(str(m))],
         sections=[("Models", "\n".join(models)), (repair.card_title, report.card_section)],
         config=config,
         flags=flags,
     )
 
 
-def earlier_report(folder: Path) -> dict[str, Any]:
+def earlier_report(folder: Path, out: Path | None = None) -> dict[str, Any]:
     """Return the report in a folder, or {} if moemerge neither merged nor pruned it.
 
-    A repair only repeats it, so a damaged or edited report is ignored.
+    Its paths are those of a file in `out`, or relative to the working directory. A repair only
+    repeats it, so a damaged or edited report is ignored.
     """
     try:
         report = read_object(folder / REPORT_NAME)
@@ -163,7 +180,8 @@ def earlier_report(folder: Path) -> dict[str, Any]:
         json.dumps(report, allow_nan=False)  # it is repeated, and NaN is not JSON
     except (MoeMergeError, ValueError):
         return {}
-    return report
+    found: dict[str, Any] = located(report, folder)
+    return found if out is None else dict(named(found, out))
 
 
 def merge_config(path: Path, blocks: Mapping[str, Any]) -> RunConfig | None:

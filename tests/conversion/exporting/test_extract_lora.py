@@ -115,6 +115,18 @@ def test_only_what_changed_is_in_the_adapter(zoo_folder, tmp_path):
         )
 
 
+def test_relative_names_are_relative_to_the_adapter(pair, tmp_path, monkeypatch):
+    _, base = pair
+    (tmp_path / "base").symlink_to(base)
+    monkeypatch.chdir(tmp_path)
+    moemerge.extract_lora("tuned", "base", "made/lora", rank=2)
+    out = tmp_path / "made" / "lora"
+    stated = json.loads((out / "adapter_config.json").read_text())
+    assert stated["base_model_name_or_path"] == "../../base"
+    for name in ("adapter_config.json", "README.md", "moemerge_config.yml", "moemerge_report.json"):
+        assert str(tmp_path) not in (out / name).read_text(), name
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_norms_keep_their_whole_change(dtype, zoo_folder, tmp_path):
     """Near 1, sixteen bits hold only large changes."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from moemerge.checkpoint import CheckpointPatch, CheckpointWriter, TensorInfo, hub_ids, parse_size
 from moemerge.checkpoint.model_card import in_code, model_card, own_files
 from moemerge.checkpoint.output import temporary_sibling
+from moemerge.checkpoint.reader import as_ref
 from moemerge.config.dump import config_data
 from moemerge.config.job_settings import ComposeConfig, ComposeSettings
 from moemerge.config.settings import as_flags
@@ -162,10 +163,14 @@ def _notices(job: ComposeJob, gates: Mapping[int, Tensor]) -> tuple[str, ...]:
 def _report(job: ComposeJob, notices: tuple[str, ...]) -> ComposeReport:
     infos = [tensor.info for tensor in job.tensors]
     attention = job.config.attention or {}
+
+    def named(model: OpenModel) -> str:
+        return str(as_ref(model.label).as_named_in(job.out))
+
     return ComposeReport(
-        base=job.parts.base.label,
-        experts=tuple(expert.label for expert in job.parts.experts),
-        shared_expert=job.parts.shared[0].label if job.parts.shared else None,
+        base=named(job.parts.base),
+        experts=tuple(map(named, job.parts.experts)),
+        shared_expert=named(job.parts.shared[0]) if job.parts.shared else None,
         architecture=str(job.model_config["model_type"]),
         gate_mode=job.config.gate_mode,
         experts_per_token=job.top_k,
@@ -230,7 +235,7 @@ def _copy(
 
 def _own_files(job: ComposeJob, report: ComposeReport) -> dict[str, bytes]:
     """Return the two configs, the report and the model card."""
-    config = dump_document(config_data(job.config, absolute=True))
+    config = dump_document(config_data(job.config, job.out))
     card = compose_card(report, config, job.settings)
     return {
         "config.json": (json.dumps(dict(job.model_config), indent=2) + "\n").encode(),

@@ -17,6 +17,7 @@ from moemerge.checkpoint import CheckpointWriter, TensorInfo, check_output, requ
 from moemerge.checkpoint.model_card import CARD_NAME, CONFIG_NAME, REPORT_NAME, report_file
 from moemerge.config.job_settings import ExpertLayoutName
 from moemerge.config.models import ModelLike
+from moemerge.config.yaml_lines import config_for
 from moemerge.conversion.exporting.targets import StoredUnits
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.families.names import split_layer
@@ -212,9 +213,11 @@ def _add_companions(model: OpenModel, report: ConvertReport, writer: CheckpointW
     writer.add_bytes("config.json", config)
     for name, path in checkpoint.companions().items():
         writer.add_file(path, name)
-    for name in (CARD_NAME, CONFIG_NAME):
-        if os.path.isfile(checkpoint.path / name):
-            writer.add_file(checkpoint.path / name)
-    earlier = earlier_report(checkpoint.path)
+    if os.path.isfile(checkpoint.path / CARD_NAME):
+        writer.add_file(checkpoint.path / CARD_NAME)
+    if os.path.isfile(checkpoint.path / CONFIG_NAME):
+        text = config_for(checkpoint.path / CONFIG_NAME, writer.out)
+        writer.add_bytes(CONFIG_NAME, text.encode())
+    earlier = earlier_report(checkpoint.path, writer.out)
     parts = {n: part for n, part in earlier.items() if isinstance(part, dict)}
     writer.add_bytes(REPORT_NAME, report_file(**{**parts, "convert": report.to_json()}))

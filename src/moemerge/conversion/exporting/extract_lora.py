@@ -139,10 +139,11 @@ def extract_lora(
             adapter = _AdapterWriter(*sides, settings, device, place.path)
             adapter.run(targets, progress)
             require_space(out, adapter.nbytes)
-            adapter.finish(str(as_ref(base).absolute()))
+            names = [str(as_ref(one).as_named_in(out)) for one in (model, base)]
+            adapter.finish(names[1])
             report = ExtractLoraReport(
-                model=tuned.label,
-                base=origin.label,
+                model=names[0],
+                base=names[1],
                 output=str(out),
                 settings=settings.model_dump(exclude_none=True),
                 parameters=tuple(adapter.rows),

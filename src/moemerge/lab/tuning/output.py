@@ -119,7 +119,7 @@ def tuning_files(report: TuningReport, folder: Path) -> dict[str, bytes]:
     command = {"model": report.model, "data": list(report.data), **settings}
     config = dump_document({"tune": command})
     what = "An adapter for" if report.kind == "adapter" else "A fine-tune of"
-    earlier = earlier_report(folder)
+    earlier = earlier_report(folder, Path(report.output))
     parts = {n: part for n, part in earlier.items() if isinstance(part, dict)}
     card = model_card(
         title=Path(report.output).name,
@@ -276,7 +276,8 @@ def check_adapter(model: Any, job: TuningJob) -> None:
 
 def save_adapter(model: Any, state: Any, folder: Path, job: TuningJob) -> None:
     """Save the adapter of a trained model as peft does, with the name of its base."""
-    model.peft_config["default"].base_model_name_or_path = str(as_ref(job.request.model).absolute())
+    base = as_ref(job.request.model).as_named_in(job.request.out)
+    model.peft_config["default"].base_model_name_or_path = str(base)
     # The search for added tokens would contact the hub.
     model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
     add_metadata(folder / ADAPTER_WEIGHTS[0], PEFT_LAYOUT)

@@ -138,7 +138,7 @@ def _report(
         if "loss" in point
     )
     return TuningReport(
-        model=str(as_ref(job.request.model).absolute()),
+        model=str(as_ref(job.request.model).as_named_in(job.request.out)),
         output=str(job.request.out),
         data=source_names(job.request.data),
         settings=settings_data(settings),
