@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # the time in which the others wait for disks and processes.
 JOBS ?= 3
 
-.PHONY: demo test lint typecheck imports rooms unit slow docs fuzz fuzz-parsers faults coverage versions clean
+.PHONY: demo test lint typecheck imports rooms unit slow docs fuzz coverage versions clean
 
 # The demo needs the package and its report page; development needs every extra.
 $(DEMO_STAMP): pyproject.toml constraints.txt
@@ -56,27 +56,10 @@ slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(DIST) -m slow
 
 # Hostile files of every kind, thousands of them; `make test` runs a share.
-# FUZZ=--held-out takes other mutations, for measuring.
 COUNT ?= 8000
 SEED ?= 1
-FUZZ ?=
 fuzz: $(STAMP)
-	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.fuzz.run --count $(COUNT) --seed $(SEED) $(FUZZ)
-
-# Every parser in one process, guided by coverage.
-EXECUTIONS ?= 10000000
-fuzz-parsers: $(STAMP)
-	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.fuzz_parsers --count $(EXECUTIONS) --seed $(SEED)
-
-# Every call that writes fails in turn, every verb is killed, the power fails (needs strace), and
-# streams are closed: the tables of docs/reliability.md.
-KILLS ?= 160
-faults: $(STAMP)
-	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.run
-	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.kills --count $(KILLS)
-	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.limits
-	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.power_loss
-	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.environments
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.fuzz.run --count $(COUNT) --seed $(SEED)
 
 # Branch coverage of src by the fast tests, the least covered files first; half an hour.
 coverage: $(STAMP)

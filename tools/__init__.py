@@ -1,7 +1,6 @@
-"""Campaigns that try to break the package: hostile files, failing calls, kills, power loss.
+"""Fuzzing, models on paper, and tests with other releases. Run them from the repository root.
 
-Run them from the repository root: `python -m tools.fuzz.run`, `python -m tools.faults.run`. They
-build their models with the tests' tiny model zoo, so the tests folder must be importable.
+They build their models with the tests' tiny model zoo, so the tests folder must be importable.
 """
 
 import sys

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.fuzz import held_out, mutations, situations
+from tools.fuzz import mutations, situations
 from tools.fuzz.corpus import CALIBRATE
 from tools.fuzz.harness import MEMORY_LIMIT, OURS, TIME_LIMIT, Ended, command, in_child, tree
 from tools.fuzz.mutations import Mutation
@@ -161,7 +161,6 @@ class Case:
 
     kind: str
     seed: int
-    held_out: bool = False  # by the mutations that are for measuring
 
     def prepare(self, corpus: Path, folder: Path) -> Sequence[str]:
         """Copy the corpus to `folder` with one file changed; return the command's arguments."""
@@ -174,9 +173,7 @@ class Case:
         file = rng.choice(kind.files)
         path = folder / file
         command = rng.choice(kind.commands)
-        if self.held_out:
-            path.write_bytes(held_out.mutate(path, corpus, rng))
-        elif self.seed >= 0:
+        if self.seed >= 0:
             path.write_bytes(rng.choice(kind.mutations)(path.read_bytes(), rng))
         else:  # a control: the valid file, with each command in turn
             command = kind.commands[-self.seed - 1]
@@ -314,17 +311,12 @@ def check_output(folder: Path, out: Path, arguments: Sequence[str]) -> None:
 def expected(folder: Path, arguments: Sequence[str]) -> dict[str, Tensor]:
     """Return the tensors that can be computed without moemerge.
 
-    These are all tensors of a linear merge, and all but the routers of a calibration. Where files
-    of other models were exchanged, they are the tensors without the exchange.
+    These are all tensors of a linear merge, and all but the routers of a calibration.
     """
     import torch
 
     import zoo
 
-    if situations.SAME in arguments:
-        word = arguments[2] if arguments[0] == "extract" else arguments[1]
-        known = zoo.tensors(folder / "expected" / f"{arguments[0]}-{word}")
-        return {name: value.double() for name, value in known.items()}
     if tuple(arguments) == LINEAR:
         math, code = zoo.tensors(folder / "math"), zoo.tensors(folder / "code")
         return {name: (math[name].double() + code[name].double()) / 2 for name in math}

@@ -28,7 +28,6 @@ def main() -> int:
     parser.add_argument(
         "--controls", action="store_true", help="also check that valid files are accepted"
     )
-    parser.add_argument("--held-out", action="store_true", help="use the held-out mutations")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
     parser.add_argument(
         "--limit", type=float, default=harness.TIME_LIMIT, help="seconds that a case may take"
@@ -42,7 +41,7 @@ def main() -> int:
         if not where.exists():
             corpus.build(where)
         if arguments.only is not None:
-            chosen = iter([cases.Case(kinds[0], arguments.only, arguments.held_out)])
+            chosen = iter([cases.Case(kinds[0], arguments.only)])
         else:
             chosen = choose(kinds, arguments)
         end = time.monotonic() + arguments.seconds
@@ -58,7 +57,7 @@ def choose(kinds: Sequence[str], arguments: argparse.Namespace) -> Iterator[case
         yield from controls(kinds)
     for number in range(arguments.count):
         seed = arguments.seed * 1_000_000 + number // len(kinds)
-        yield cases.Case(kinds[number % len(kinds)], seed, arguments.held_out)
+        yield cases.Case(kinds[number % len(kinds)], seed)
 
 
 def controls(kinds: Sequence[str]) -> Iterator[cases.Case]:

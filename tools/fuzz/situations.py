@@ -238,62 +238,6 @@ def other_kinds_of_files(folder: Path, rng: random.Random) -> list[str]:
     return command(name)
 
 
-KEYS: Mapping[str, tuple[Any, ...]] = {
-    "rope_theta": (None, "10000", 0, -1.0, 1e-300, 1e300, float("nan"), True),
-    "rope_parameters": (None, {}, {"rope_type": "yarn"}, {"rope_theta": None}),
-    "head_dim": (8, 0, -4, None, 3, 16, "4"),
-    "num_attention_heads": (1, 2, 3, 8, 16, 0, None),
-    "num_key_value_heads": (1, 2, 3, 8, 0, None),
-    "hidden_size": (8, 15, 32, 0),
-    "intermediate_size": (15, 4, 16, 0, 8.0),
-    "num_hidden_layers": (1, 3, 0, 100, True),
-    "num_experts": (2, 3, 5, 8, 0),
-    "num_experts_per_tok": (0, 5, 4, 1, -1),
-    "vocab_size": (95, 97, 0, 10**9),
-    "pad_token_id": (96, 97, -1, -2, 10**9, [0], 1.5),
-    "bos_token_id": (96, [0, 96], None, "0"),
-    "eos_token_id": (96, [0, 96], [], None, -1),
-    "rms_norm_eps": (float("nan"), 0, -1, 1e300, "1e-5", None),
-    "hidden_act": ("none", "gelu", 3, None),
-    "experts_implementation": ("none", "eager", 1),
-    "attn_implementation": ("none", "flash_attention_2"),
-    "_attn_implementation": ("none",),
-    "dtype": ("float8", "bfloat17", 3, "auto"),
-    "torch_dtype": ("bfloat16", "none", 0),
-    "tie_word_embeddings": (True, "yes", None),
-    "attention_bias": (True, None, "no"),
-    "attention_dropout": (2.0, -1, float("nan"), 0.5),
-    "clip_qkv": (0.0, -1, float("nan"), "1"),
-    "norm_topk_prob": (None, 1, "true"),
-    "max_position_embeddings": (0, 1, -1, None, 10**12),
-    "model_type": ("mixtral", "olmo", None, 3),
-    "architectures": (["MixtralForCausalLM"], [], None, "x", ["OlmoeModel"]),
-    "quantization_config": ({"quant_method": "fp8"}, {"quant_method": "none"}, {}, []),
-    "auto_map": ({"AutoModelForCausalLM": "x.Y"}, [], "x"),
-    "sliding_window": (0, -1, 4), "layer_types": (["full_attention"], [], ["none"] * 2),
-    "router_aux_loss_coef": (float("nan"), -1, None), "output_router_logits": (True, "x"),
-    "use_cache": (False, None, "no"), "initializer_range": (float("nan"), -1, 0),
-}  # fmt: skip
-
-
-def contradicting_configs(folder: Path, rng: random.Random) -> list[str]:
-    """Set a config value that the tensors or the other models contradict, in one model or all."""
-    key = rng.choice(list(KEYS))
-    value = rng.choice(KEYS[key])
-    models = rng.choice(
-        (("math",), ("code",), ("merged",), ("base",), ("base", "math", "code", "merged"))
-    )
-    for model in models:
-        path = folder / model / "config.json"
-        config = json.loads(path.read_bytes())
-        config[key] = value
-        if key == "rope_theta" and isinstance(config.get("rope_parameters"), dict):
-            config["rope_parameters"]["rope_theta"] = value
-        path.write_text(json.dumps(config))
-    names = ("merge", "merge", "run", "calibrate", "refit", "distill", "prune", "diagnose", "data")
-    return command(rng.choice((*names, "evaluate", "perplexity", "tune", "stats", "swap-routers")))
-
-
 NUMBERS = (float("nan"), float("inf"), -float("inf"), 3e38, 1e30, 1e20, 1e-45, 0.0, -0.0)
 
 
@@ -320,121 +264,7 @@ def extreme_weights(folder: Path, rng: random.Random) -> list[str]:
     return command(name)
 
 
-SAME = "out-same"  # an OUT that must be what the valid files produce, if it is accepted
-STATISTICS = (
-    ("math.gram", "code.gram"),
-    ("math.fisher", "code.fisher"),
-    ("math.gram", "math.fisher"),
-)
-OTHERS = (
-    ("base/model.safetensors", "code/model.safetensors"),
-    ("merged/model.safetensors", "base/model.safetensors"),
-    ("shared/model.safetensors", "merged/model.safetensors"),
-    ("shared/config.json", "pruned/config.json"),
-    ("shared/moemerge_tasks/0/model.safetensors", "shared/moemerge_tasks/1/model.safetensors"),
-    ("pruned/moemerge_report.json", "merged/moemerge_report.json"),
-    ("pruned/model.safetensors", "merged/model.safetensors"),
-    ("pruned/config.json", "merged/config.json"),
-    ("math/model-00001-of-00002.safetensors", "math/model-00002-of-00002.safetensors"),
-    ("code/tokenizer.json", "code/tokenizer_config.json"),
-    ("adapter/adapter_model.safetensors", "code/model.safetensors"),
-)
-
-
-def wrong_identity(folder: Path, rng: random.Random) -> list[str]:
-    """Exchange files that belong to different models: bases, masks, statistics, shards, experts."""
-    statistics = rng.random() < 0.3
-    one, other = (folder / name for name in rng.choice(STATISTICS if statistics else OTHERS))
-    data = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    if rng.random() < 0.5:
-        other.write_bytes(data)
-    if statistics:
-        return ["merge", rng.choice(("gram.yml", "fisher.yml")), SAME]
-    return rng.choice((
-        ["extract", "shared", rng.choice(("math", "code")), SAME],
-        ["extract", "shared", "math", SAME, "--base", rng.choice(("base", "code", "merged"))],
-        ["merge", rng.choice(("adapted.yml", "linear.yml")), "out"],
-        command("repair of pruning"),
-        command("calibrate"),
-    ))  # fmt: skip
-
-
-# --- code and flags -------------------------------------------------------------------------------
-
-RAISED = (
-    *("BaseException('x')", "SystemExit('x')", "SystemExit(0)", "SystemExit(3)", "GeneratorExit()"),
-    *(
-        "Exception('\\ud800')",
-        "MemoryError()",
-        "RecursionError()",
-        "StopIteration()",
-        "OSError(28, 'x')",
-    ),
-    *(
-        "ValueError()",
-        "KeyError('x')",
-        "UnicodeDecodeError('utf-8', b'x', 0, 1, 'x')",
-        "ImportError()",
-    ),
-    *(
-        "ValueError('x' * 10**6)",
-        "ValueError('[bold]\\x1b[31m')",
-        "type('E', (BaseException,), {})()",
-    ),
-)
-RETURNED = (
-    *(
-        "None",
-        "first * float('nan')",
-        "first.double()",
-        "first[:1]",
-        "first.T",
-        "3",
-        "[first]",
-        "{}",
-    ),
-    *(
-        "first.to(torch.int64)",
-        "first.to('meta')",
-        "first * 1e38 * 1e38",
-        "torch.empty(0)",
-        "(first,)",
-    ),
-)
-PLUGIN = """from dataclasses import dataclass
-import torch
-from moemerge.methods.method import BasePolicy, merge_method, param
-{at_import}
-
-@dataclass(frozen=True)
-class Share:
-    weight: float = param(help="this model's share")
-
-@merge_method("mine", base=BasePolicy.DONOR, per_model=Share)
-def mine(inputs, base, options, unit):
-    first = inputs[0].tensor
-    {body}
-"""
-
-
-def hostile_plugins(folder: Path, rng: random.Random) -> list[str]:
-    """Import plugins that raise anything, or whose merge method raises or returns anything."""
-    raised = f"raise {rng.choice(RAISED)}"
-    way = rng.randrange(4)
-    text = PLUGIN.format(
-        at_import=raised if way == 0 else "",
-        body=raised if way == 1 else f"return {rng.choice(RETURNED)}",
-    )
-    path = folder / "plugin.py"
-    path.write_text(text)
-    if way == 3:
-        path.write_bytes(mutations.raw_bytes(path.read_bytes(), rng))
-    config = (folder / "linear.yml").read_text()
-    (folder / "linear.yml").write_text(config.replace("linear", "mine"))
-    name = "merge" if way else any_command(rng)
-    return [*command(name), "--plugin", "plugin.py"]
-
+# --- flags ----------------------------------------------------------------------------------------
 
 VALUES: Mapping[str, tuple[str, ...]] = {
     "X": ("0", "1", "-1", "0.5", "nan", "inf", "-inf", "1e300", "1e-300", "x", "", "auto", "1e400"),
@@ -509,9 +339,6 @@ SITUATIONS: Mapping[str, Situation] = {
     "names of inputs": input_names,
     "links in the way": links_in_the_way,
     "other kinds of files": other_kinds_of_files,
-    "contradicting configs": contradicting_configs,
     "extreme weights": extreme_weights,
-    "wrong identity": wrong_identity,
-    "hostile plugins": hostile_plugins,
     "odd flags": odd_flags,
 }

@@ -1,6 +1,6 @@
 """Refit and calibrate random tiny models, and check the results.
 
-    PYTHONPATH=tests python -m tools.random_models --count 100 --seed 1 [--device cuda]
+    PYTHONPATH=tests python -m tools.fuzz.random_models --count 100 --seed 1 [--device cuda]
 
 Models are of several families and dtypes: small or large weights, confident routers, experts of
 zeros, constant text, few rows. `refit` and `calibrate --objective exact` run with default settings.
