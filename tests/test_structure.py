@@ -46,7 +46,7 @@ BUDGETS = {
     "methods": 3_800,
     "repairs": 9_900,
     "report": 1_800,
-    "routing": 3_200,
+    "routing": 2_450,
     "runtime": 2_200,
     "statistics": 2_800,
     "text": 1_700,

@@ -249,7 +249,7 @@ def _calibration(
                 "mismatch_before": figures(models[-1], layer, "mismatch_on_features"),
                 "mismatch_after": figures(models[0], layer, "mismatch_on_features"),
                 "seconds": 0.4,
-                "preconditioner": "kronecker",
+                "preconditioner": "two-level",
             }
         )
     return {

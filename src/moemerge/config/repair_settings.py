@@ -105,7 +105,7 @@ PRUNE = Repair(
 Curvature = Literal["full", "diagonal", "identity"]
 Objective = Literal["quadratic", "exact"]
 Targets = Literal["merged-features", "source-features"]
-Preconditioner = Literal["auto", "none", "jacobi", "block", "kronecker", "two-level"]
+Preconditioner = Literal["auto", "none", "jacobi", "two-level"]
 Init = Literal["merged", "average", "zero"]
 
 
@@ -130,7 +130,8 @@ class CalibrationSettings(RepairSettings):
         description="source routers on the merged model's features, or each source's own routing",
     )
     preconditioner: Preconditioner = Field(
-        "auto", description="preconditioner of the solver; auto takes the fastest"
+        "auto",
+        description="preconditioner of the solver; auto: two-level, or Jacobi if it breaks down",
     )
     rtol: Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)] = Field(
         1e-6, description="relative residual at which a solve has converged"

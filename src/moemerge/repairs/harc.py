@@ -28,17 +28,13 @@ from moemerge.repairs.harc_report import CalibrationReport, measure, router_line
 from moemerge.repairs.layer import Job, Layer, repair
 from moemerge.repairs.router_problem import prepare, rounded, router_problem, solver_bytes
 from moemerge.routing import (
-    Curvature,
     ExactResult,
-    ExactSettings,
-    Preconditioner,
     RouterProblem,
     RouterSolution,
-    SolveSettings,
+    Status,
     minimise_divergence,
+    solve,
 )
-from moemerge.routing.cg import Status
-from moemerge.routing.solve import build_operator, solve_system
 from moemerge.runtime.timing import Stopwatch
 
 
@@ -66,7 +62,7 @@ def calibrate(layer: Layer, settings: CalibrationSettings) -> None:
         begin = time.perf_counter()
         with layer.errors("while solving for its router", 'use `preconditioner="jacobi"`'):
             problem = router_problem(layer.job, router)  # features and targets of every source
-            solved = solve(problem, settings, layer.job.stopwatch)
+            solved = solve_router(problem, settings, layer.job.stopwatch)
             if solved.status is Status.NON_FINITE:
                 raise NumericalError(
                     f"solving for {router.name} gave values that are not finite",
@@ -92,41 +88,39 @@ class SolvedRouter:
         """The first failure, or `converged`."""
         if self.newton is not None and not self.newton.converged:
             return self.newton.status
-        return self.solution.cg.status
+        return self.solution.status
 
 
-def solve(
+def solve_router(
     problem: RouterProblem, settings: CalibrationSettings, stopwatch: Stopwatch | None = None
 ) -> SolvedRouter:
     """Solve for one router and round it as it is stored."""
-    device = problem.merged.device
-    stopwatch = stopwatch or Stopwatch(device)
-    how = SolveSettings(
-        alpha=settings.alpha,
-        gamma=settings.gamma,
-        curvature=Curvature(settings.curvature),
-        preconditioner=Preconditioner(settings.preconditioner),
-        rtol=settings.rtol,
-        max_steps=settings.max_steps,
-    )
+    stopwatch = stopwatch or Stopwatch(problem.merged.device)
     start = problem.merged  # the solution does not depend on it, the number of steps does
     if settings.init == "zero":
         start = torch.zeros_like(start)
     elif settings.init == "average":
         start = torch.stack([domain.router for domain in problem.domains]).mean(dim=0)
-    with stopwatch.span("statistics"):
-        operator = build_operator(problem.gate, problem.domains, how)  # Σ_i Σ_reg,i
     with stopwatch.span("solve"):
-        solution = solve_system(operator, start, how)  # conjugate gradients
-        del operator  # the probabilities of all tokens
+        solution = solve(  # by conjugate gradients
+            problem.gate,
+            problem.domains,
+            start,
+            alpha=settings.alpha,
+            gamma=settings.gamma,
+            curvature=settings.curvature,
+            preconditioner=settings.preconditioner,
+            rtol=settings.rtol,
+            max_steps=settings.max_steps,
+        )
         weight, newton = solution.weight, None
         if settings.objective == "exact":  # the divergence itself, by Newton's method
             newton = minimise_divergence(
                 problem.gate,
                 problem.domains,
                 weight,
-                ExactSettings(preconditioner=how.preconditioner),
                 fallback=problem.merged,
+                preconditioner=settings.preconditioner,
             )
             weight = newton.weight
     return SolvedRouter(rounded(weight, problem), solution, newton)

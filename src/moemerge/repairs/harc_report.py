@@ -13,8 +13,7 @@ from moemerge.checkpoint.model_card import in_markdown
 from moemerge.config.repair_settings import CALIBRATION
 from moemerge.repairs.report import RepairReport
 from moemerge.repairs.routers import SkippedRouter
-from moemerge.routing import DomainFeatures, Measured, Preconditioner, RouterProblem
-from moemerge.routing.cg import Status
+from moemerge.routing import DomainFeatures, Measured, RouterProblem, Status
 from moemerge.routing.measure import measure_routers
 from moemerge.runtime.progress import counted
 from moemerge.runtime.timing import Stopwatch
@@ -90,27 +89,26 @@ def router_row(
 ) -> Row:
     """Return a router's row of the report, as plain JSON data."""
     solution, fitted = solved.solution, figures.fitted
-    cg = solution.cg
     row: Row = {
         "layer": layer,
         "router": router,
         "tokens": {name: m.tokens for name, m in fitted.before.items()},
         "status": str(solved.status),
-        "iterations": cg.steps,
-        "residual": _number(cg.true_residual),
+        "iterations": solution.steps,
+        "residual": _number(solution.true_residual),
         **fitted.to_json(),
         "seconds": round(seconds, 3),
-        "preconditioner": str(solution.preconditioner),
-        "refinements": cg.refinements,
+        "preconditioner": solution.preconditioner,
+        "refinements": solution.refinements,
         # Residuals of the recurrence, step by step, for a convergence plot.
-        "residuals": [_number(float(f"{value:.3g}")) for value in cg.residuals],
+        "residuals": [_number(float(f"{value:.3g}")) for value in solution.residuals],
         "top1_before": {n: _number(m.top1_agreement) for n, m in fitted.before.items()},
         "top1_after": {n: _number(m.top1_agreement) for n, m in fitted.after.items()},
         "notices": [f"layer {layer}: {text}" for text in _notices(router, problem, solved, fitted)],
     }
-    if len(solution.trials) > 1:  # `auto` abandoned some
+    if len(solution.trials) > 1:  # the first broke down
         row["trials"] = [
-            {"preconditioner": str(t.preconditioner), "steps": t.steps, "status": str(t.status)}
+            {"preconditioner": t.preconditioner, "steps": t.steps, "status": str(t.status)}
             for t in solution.trials
         ]
     if solution.jitter:
@@ -166,8 +164,8 @@ def _notices(
             f"{newton.kl[-1]:.3g}; the last step lowered it by {last:.1g})"
         )
     elif solved.status is not Status.CONVERGED:
-        notices.append(f"{router} did not converge ({solved.solution.cg.message})")
-    if Preconditioner.TWO_LEVEL in [t.preconditioner for t in solved.solution.trials[:-1]]:
+        notices.append(f"{router} did not converge ({solved.solution.message})")
+    if len(solved.solution.trials) > 1:
         notices.append(solved.solution.detour)
     kl = tuple(_total(problem, "kl", side) for side in (fitted.before, fitted.after))
     if kl[1] > kl[0]:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from moemerge.config.repair_settings import CalibrationSettings
 from moemerge.errors import ArchitectureError, NumericalError
-from moemerge.families.rules import Score
 from moemerge.forward.walk import Walk
 from moemerge.repairs.inputs import base_notices, check_source_text
 from moemerge.repairs.layer import Job
@@ -20,17 +19,13 @@ from moemerge.repairs.routers import (
     read_router,
     require_calibratable,
 )
-from moemerge.routing import DomainFeatures, Preconditioner, RouterProblem
-from moemerge.routing.preconditioners import matrix_bytes
-from moemerge.routing.products import rows_at_once
+from moemerge.routing import DomainFeatures, RouterProblem, solve_bytes
 from moemerge.text.domains import Domain
 
 # With fewer tokens of a domain per feature, routers overfit: 64 tokens can be fitted exactly by any
 # router of width 64. The exact objective has no damping. On tiny models it raised the divergence of
 # the outputs on unseen rows by 67 % at 4 tokens per feature, and by 3 % at 54.
 FEW_TOKENS = {"quadratic": 2, "exact": 32}
-# Vectors of the solver, preconditioner's scales, measured routers: all (K, d) in float64.
-ROUTER_COPIES = 16
 MERGED_ALONE = '`targets="merged-features"` runs only the merged model'
 
 
@@ -145,23 +140,17 @@ def rounded(weight: Tensor, problem: RouterProblem) -> Tensor:
 def solver_bytes(job: Job[CalibrationSettings], walk: Walk) -> int:
     """Return the bytes of the largest solve besides its features: H, targets, preconditioner."""
     tokens = sum(domain.tokens for domain in job.text.domains)
-    settings, dtype = job.settings, job.stream.dtype
-    working = torch.float64 if dtype == torch.float64 else torch.float32
-    largest = 0
-    for pair in job.pairs:
-        width = job.merged.checkpoint.tensors[pair.info.weight].shape[1]
-        experts, gate = pair.info.rows, pair.info.gate
-        rows = 0 if settings.curvature == "identity" else 1  # (tokens, K) held in float32
-        if rows and gate is not None and gate.score is not Score.SOFTMAX:
-            rows += 1
-        rows += job.runs_sources
-        rows += 3 * (settings.objective == "exact")
-        chunk = min(tokens, rows_at_once(job.device)) * (width + 4 * experts)
-        kind = Preconditioner(settings.preconditioner)
-        largest = max(
-            largest,
-            4 * rows * tokens * experts
-            + 8 * (chunk + ROUTER_COPIES * experts * width)
-            + matrix_bytes(kind, (experts, width), tokens, working),
+    return max(
+        solve_bytes(
+            pair.info.gate,
+            (pair.info.rows, job.merged.checkpoint.tensors[pair.info.weight].shape[1]),
+            tokens,
+            device=job.device,
+            dtype=job.stream.dtype,
+            curvature=job.settings.curvature,
+            preconditioner=job.settings.preconditioner,
+            targets=job.runs_sources,
+            exact=job.settings.objective == "exact",
         )
-    return largest
+        for pair in job.pairs
+    )

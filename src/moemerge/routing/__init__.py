@@ -1,27 +1,23 @@
 """Routing mathematics: gates, the curvature of their divergence, its solution, and figures."""
 
-from moemerge.routing.curvature import DomainCurvature, RouterCurvature
-from moemerge.routing.exact import ExactResult, ExactSettings, minimise_divergence
+from moemerge.routing.cg import Status
+from moemerge.routing.exact import ExactResult, minimise_divergence
 from moemerge.routing.figures import Measured
 from moemerge.routing.gates import Curvature
 from moemerge.routing.measure import RouterProblem, measure_routers
-from moemerge.routing.preconditioners import Preconditioner
 from moemerge.routing.products import DomainFeatures
-from moemerge.routing.solve import RouterSolution, SolveSettings, solve_router
+from moemerge.routing.solve import RouterSolution, solve, solve_bytes
 
 __all__ = [
     "Curvature",
-    "DomainCurvature",
     "DomainFeatures",
     "ExactResult",
-    "ExactSettings",
     "Measured",
-    "Preconditioner",
-    "RouterCurvature",
     "RouterProblem",
     "RouterSolution",
-    "SolveSettings",
+    "Status",
     "measure_routers",
     "minimise_divergence",
-    "solve_router",
+    "solve",
+    "solve_bytes",
 ]

@@ -2,26 +2,20 @@
 
 The recurrence's residual drifts away from b − Aw, more so if the operator has low precision. It
 only decides when to check. The check recomputes b − Aw with an accurate operator; if it is too
-large, CG restarts from it (iterative refinement). A fast, coarse operator inside therefore reaches
-the accuracy of the accurate one outside.
-
-How coarse it may be depends on the problem. A solve of few steps tolerates preconditioned residuals
-of a few digits; one of many steps does not. The first steps may therefore use a coarser operator.
-If it does not finish, the finer one restarts.
+large, CG restarts from it (iterative refinement). A fast operator inside therefore reaches the
+accuracy of the accurate one outside.
 
 The recurrence is flexible CG: each direction is made conjugate to the previous one by the computed
 products, and its length is an exact line search. This tolerates a preconditioner that varies
-slightly from step to step (rounding) or is not quite symmetric (deflation).
+slightly from step to step (rounding) or is not quite symmetric (the two-level method).
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,8 +25,6 @@ from moemerge.runtime.progress import counted
 
 # The recurrence stops slightly below the tolerance: one more step is cheaper than a restart.
 RECURRENCE_MARGIN = 0.8
-# A problem that takes more steps than this is too ill-conditioned for the coarse operator.
-COARSE_STEPS = 32
 # A refinement that does not halve the true residual has reached the limit of the precision.
 REFINEMENT_GAIN = 0.5
 
@@ -43,7 +35,6 @@ class Status(StrEnum):
     CONVERGED = "converged"
     MAX_STEPS = "max_steps"
     STAGNATED = "stagnated"
-    STALLED = "stalled"
     NON_POSITIVE_CURVATURE = "non_positive_curvature"
     NON_FINITE = "non_finite"
 
@@ -52,73 +43,19 @@ _MESSAGES = {
     Status.CONVERGED: "the true residual is within the tolerance",
     Status.MAX_STEPS: "the tolerance was not reached within the allowed steps",
     Status.STAGNATED: "the true residual no longer falls: precision's end, or a singular system",
-    Status.STALLED: "the residual falls too slowly to go on with this preconditioner",
     Status.NON_POSITIVE_CURVATURE: "the operator or the preconditioner is not positive definite",
     Status.NON_FINITE: "NaN or infinity appeared; the last finite iterate is returned",
 }
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Stop a solve whose recent convergence rate predicts too many further steps.
-
-    It has stalled if the rate of the last `window` steps predicts more than `steps` further steps.
-    """
-
-    window: int
-    steps: int
-
-    def is_over(self, residuals: Sequence[float], target: float) -> bool:
-        """Return whether to stop; `residuals` has the start's and those of all steps so far."""
-        if len(residuals) <= self.window or residuals[-1] <= target:
-            return False
-        # CG's residuals are not monotonic, so compare the best so far.
-        best, before = min(residuals), min(residuals[: -self.window])
-        pace = math.log(before / best) / self.window
-        return pace * self.steps < math.log(best / target)
-
-
-@dataclass(frozen=True)
-class Resting:
-    """Stop once the energy hardly decreases.
-
-    That is if the last third of the steps (at least three) lowered it by at most `atol`, or by at
-    most `rtol` of the decrease of all steps.
-    """
-
-    rtol: float
-    atol: float
-
-    def is_reached(self, gains: Sequence[float]) -> bool:
-        last = max(3, len(gains) // 3)
-        if len(gains) <= last:
-            return False
-        return sum(gains[-last:]) <= max(self.atol, self.rtol * sum(gains))
-
-
-@dataclass(frozen=True)
-class Ending:
-    """When a solve ends, and how often the host synchronises to check.
-
-    With `resting`, the energy ½ wᵀAw − bᵀw counts as well as the recurrence's residual, as in a
-    Newton step. An unfinished solution is then kept even if its residual has grown.
-    """
-
-    rtol: float = 1e-6  # of the true residual, relative to ‖b‖
-    max_steps: int = 1000
-    check_every: int = 1  # steps
-    patience: Patience | None = None
-    resting: Resting | None = None
-
-
-@dataclass(frozen=True)
-class CGResult:
+class Solution:
     """A solution and its status; `residuals` are the recurrence's, relative to ‖b‖."""
 
-    solution: Tensor  # (K, d), float64
+    weight: Tensor  # (K, d), float64
     status: Status
     steps: int
-    residuals: tuple[float, ...]
+    residuals: tuple[float, ...]  # of the start and of every step
     true_residual: float
     refinements: int = 0
 
@@ -133,95 +70,65 @@ class CGResult:
             f"({counted(self.steps, 'step')}, true residual {self.true_residual:.2e})"
         )
 
-    def followed_by(self, later: CGResult) -> CGResult:
-        """Combine this solve with one that started from its solution."""
-        return replace(
-            later,
-            steps=self.steps + later.steps,
-            residuals=(*self.residuals, *later.residuals[1:]),
-            refinements=self.refinements + later.refinements,
-        )
-
-
-@dataclass
-class _Cycle:
-    """The result of one run of the recurrence between two true residuals."""
-
-    solution: Tensor
-    steps: int
-    residuals: list[float] = field(default_factory=list)
-    gains: list[float] = field(default_factory=list)  # of energy, step by step
-    finished: bool = False
-    failure: Status | None = None
-
 
 def cg(
     operator: LinearOperator,
-    rhs: Tensor,
+    b: Tensor,
     *,
     start: Tensor | None = None,
-    preconditioner: LinearOperator | None = None,
-    deflation: Deflation | None = None,
+    preconditioner: Preconditioner | None = None,
     accurate: LinearOperator | None = None,
-    coarse: LinearOperator | None = None,
-    ending: Ending | None = None,
-) -> CGResult:
-    """Solve A w = b for a symmetric positive definite A.
+    rtol: float = 1e-6,
+    max_steps: int = 1000,
+    check_every: int = 1,
+    at_rest: Callable[[Sequence[float]], bool] | None = None,
+) -> Solution:
+    """Solve A w = b for a symmetric positive definite A until ‖b − Aw‖ ≤ `rtol` ‖b‖.
 
-    `accurate` computes the true residual. `coarse` is used for the first COARSE_STEPS or, with a
-    `deflation` that removes the large eigenvalues, for all steps. Both default to `operator`.
+    `accurate` computes the true residual (default: `operator`). The host synchronises with the
+    device every `check_every` steps. With `at_rest`, a solve ends when the recurrence's residual is
+    within `rtol` and `at_rest` accepts the decreases of the energy ½ wᵀAw − bᵀw in all steps, as
+    in a Newton step. An unfinished solution is then kept even if its residual has grown.
     """
-    ending = ending or Ending()
-    rtol, max_steps, resting = ending.rtol, ending.max_steps, ending.resting
-    if tuple(rhs.shape) != operator.shape:
-        raise NumericalError(f"right-hand side {tuple(rhs.shape)}, operator {operator.shape}")
-    b = rhs.double()
+    if tuple(b.shape) != operator.shape:
+        raise NumericalError(f"right-hand side {tuple(b.shape)}, operator {operator.shape}")
+    b = b.double()
     scale = float(torch.linalg.vector_norm(b))
     w = torch.zeros_like(b) if start is None else start.to(b.device, torch.float64).clone()
     truth = accurate or operator
+    preconditioner = preconditioner or Identity()
     if scale == 0.0:
         # If the operator is zero too, every w is a solution: keep the start.
         kept = start is not None and not bool(truth.mv(w).any())
-        return CGResult(w if kept else torch.zeros_like(b), Status.CONVERGED, 0, (0.0,), 0.0)
-    recurrence = _Recurrence(
-        preconditioner or Identity(operator.shape, operator.device),
-        deflation,
-        ending,
-    )
-    coarse_steps = COARSE_STEPS if deflation is None else max_steps
+        return Solution(w if kept else torch.zeros_like(b), Status.CONVERGED, 0, (0.0,), 0.0)
 
     r = b.clone() if start is None else b - truth.mv(w)  # A·0 = 0
     true_residual = float(torch.linalg.vector_norm(r)) / scale
-    history, steps, refinements = [true_residual], 0, -1
-    status = _judge(true_residual, rtol, steps, max_steps)
+    residuals, steps, refinements = [true_residual], 0, -1
+    status = _judged(true_residual, rtol, steps, max_steps)
     while status is None:
-        budget = (max_steps if coarse is None else min(coarse_steps, max_steps)) - steps
-        cycle = recurrence.run(
-            coarse or operator, w, r, target=RECURRENCE_MARGIN * rtol * scale, budget=budget
-        )
-        steps, refinements = steps + cycle.steps, refinements + 1
-        history += [value / scale for value in cycle.residuals]
+        run = _recur(
+            operator, preconditioner, w, r, RECURRENCE_MARGIN * rtol * scale, max_steps - steps,
+            check_every, at_rest,
+        )  # fmt: skip
+        steps, refinements = steps + run.steps, refinements + 1
+        residuals += [value / scale for value in run.residuals]
         before = true_residual
-        candidate = b - truth.mv(cycle.solution)
+        candidate = b - truth.mv(run.solution)
         reached = float(torch.linalg.vector_norm(candidate)) / scale
         # Never return a solution worse than the start.
-        if reached < before or (resting is not None and reached < float("inf")):
-            w, r, true_residual = cycle.solution, candidate, reached
-        gained = reached <= REFINEMENT_GAIN * before
-        status = _judge(true_residual, rtol, steps, max_steps)
-        if resting is not None and cycle.failure is None:
-            status = Status.CONVERGED if cycle.finished else status and Status.MAX_STEPS
-        stalled = cycle.failure is Status.STALLED
-        if coarse is not None and not stalled:  # after any failure, try the finer operator
-            coarse = coarse if gained and steps < coarse_steps else None
-            continue
-        status = status or cycle.failure
-        if status is None and not gained:
+        if reached < before or (at_rest is not None and reached < float("inf")):
+            w, r, true_residual = run.solution, candidate, reached
+        status = _judged(true_residual, rtol, steps, max_steps)
+        if at_rest is not None and run.failure is None:
+            status = Status.CONVERGED if run.finished else status and Status.MAX_STEPS
+        status = status or run.failure
+        if status is None and reached > REFINEMENT_GAIN * before:
             status = Status.STAGNATED
-    return CGResult(w, status, steps, tuple(history), true_residual, max(refinements, 0))
+    return Solution(w, status, steps, tuple(residuals), true_residual, max(refinements, 0))
 
 
-def _judge(true_residual: float, rtol: float, steps: int, max_steps: int) -> Status | None:
+def _judged(true_residual: float, rtol: float, steps: int, max_steps: int) -> Status | None:
     if true_residual <= rtol:
         return Status.CONVERGED
     if true_residual != true_residual or true_residual == float("inf"):
@@ -229,75 +136,69 @@ def _judge(true_residual: float, rtol: float, steps: int, max_steps: int) -> Sta
     return Status.MAX_STEPS if steps >= max_steps else None
 
 
-@dataclass(frozen=True)
-class _Recurrence:
-    """CG between two true residuals: its preconditioner, and when the host checks it."""
+@dataclass
+class _Run:
+    """The recurrence between two true residuals."""
 
-    preconditioner: LinearOperator
-    deflation: Deflation | None
-    ending: Ending
+    solution: Tensor
+    steps: int = 0
+    residuals: list[float] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)  # of energy, step by step
+    finished: bool = False
+    failure: Status | None = None
 
-    def run(
-        self, operator: LinearOperator, w: Tensor, r: Tensor, *, target: float, budget: int
-    ) -> _Cycle:
-        """Iterate from residual r until `_is_done`, for `budget` steps, or to a failure.
 
-        All scalars stay on the device; `pending` collects them until the host checks. A failure in
-        the unchecked steps returns to the iterate of the last check. Preconditioned residuals are
-        rounded to the operator's input precision. w then moves by exactly the p of q = A p, and r
-        drifts from the true residual only by the products' error.
-        """
-        patience, every = self.ending.patience, self.ending.check_every
-        w, r = w.clone(), r.clone()
-        cycle = _Cycle(solution=w.clone(), steps=0)
-        norms = [float(torch.linalg.vector_norm(r))] if patience is not None else []
-        if self.deflation is not None:  # removes the residual in its subspace
-            s, q = self.deflation.corrected(operator, None, r)
-            w.add_(s)
-            r.sub_(q)
-        p, q = torch.zeros_like(w), torch.zeros_like(w)
-        eta = torch.ones((), dtype=torch.float64, device=r.device)
-        pending: list[Tensor] = []
-        for step in range(1, budget + 1):
-            s, product = self._preconditioned(operator, r)
-            rho = torch.sum(r * s)
-            beta = -_ratio(torch.sum(s * q), eta)
-            p = torch.addcmul(s, p, beta)
-            q = torch.addcmul(product, q, beta)
-            eta = torch.sum(p * q)
-            slope = torch.sum(p * r)
-            length = _ratio(slope, eta)
-            w.addcmul_(p, length)
-            r.addcmul_(q, -length)
-            norm = torch.linalg.vector_norm(r)
-            pending.append(torch.stack([norm, eta, rho, 0.5 * length * slope]))
-            if step % every == 0 or step == budget:
-                seen = torch.stack(pending).tolist()  # the only host synchronisation
-                pending.clear()
-                cycle.failure = _failure(seen)
-                if cycle.failure is not None:
-                    return cycle
-                cycle.solution, cycle.steps = w.clone(), step
-                cycle.residuals += [row[0] for row in seen]
-                cycle.gains += [row[3] for row in seen]
-                if self._is_done(cycle, target):
-                    cycle.finished = True
-                    break
-                if patience is not None and patience.is_over(norms + cycle.residuals, target):
-                    cycle.failure = Status.STALLED
-                    break
-        return cycle
+def _recur(
+    operator: LinearOperator,
+    preconditioner: Preconditioner,
+    w: Tensor,
+    r: Tensor,
+    target: float,
+    budget: int,
+    check_every: int,
+    at_rest: Callable[[Sequence[float]], bool] | None,
+) -> _Run:
+    """Iterate from residual r until it is within `target`, for `budget` steps, or to a failure.
 
-    def _is_done(self, cycle: _Cycle, target: float) -> bool:
-        small, resting = cycle.residuals[-1] <= target, self.ending.resting
-        return small if resting is None else small and resting.is_reached(cycle.gains)
-
-    def _preconditioned(self, operator: LinearOperator, r: Tensor) -> tuple[Tensor, Tensor]:
-        """Return s = M⁻¹ r without the deflated subspace, and A s."""
-        y = operator.representable(self.preconditioner.mv(r))
-        if self.deflation is None:
-            return y, operator.mv(y)
-        return self.deflation.corrected(operator, y, r)
+    All scalars stay on the device; `pending` collects them until the host checks. A failure in the
+    unchecked steps returns to the iterate of the last check.
+    """
+    w, r = w.clone(), r.clone()
+    run = _Run(solution=w.clone())
+    first = preconditioner.first(operator, r)
+    if first is not None:
+        w.add_(first[0])
+        r.sub_(first[1])
+    p, q = torch.zeros_like(w), torch.zeros_like(w)
+    eta = torch.ones((), dtype=torch.float64, device=r.device)
+    pending: list[Tensor] = []
+    for step in range(1, budget + 1):
+        s, product = preconditioner.direction(operator, r)
+        rho = torch.sum(r * s)
+        beta = -_ratio(torch.sum(s * q), eta)
+        p = torch.addcmul(s, p, beta)
+        q = torch.addcmul(product, q, beta)
+        eta = torch.sum(p * q)
+        slope = torch.sum(p * r)
+        length = _ratio(slope, eta)
+        w.addcmul_(p, length)
+        r.addcmul_(q, -length)
+        norm = torch.linalg.vector_norm(r)
+        pending.append(torch.stack([norm, eta, rho, 0.5 * length * slope]))
+        if step % check_every and step != budget:
+            continue
+        seen = torch.stack(pending).tolist()  # the only host synchronisation
+        pending.clear()
+        run.failure = _failure(seen)
+        if run.failure is not None:
+            return run
+        run.solution, run.steps = w.clone(), step
+        run.residuals += [row[0] for row in seen]
+        run.gains += [row[3] for row in seen]
+        if run.residuals[-1] <= target and (at_rest is None or at_rest(run.gains)):
+            run.finished = True
+            return run
+    return run
 
 
 def _ratio(one: Tensor, other: Tensor) -> Tensor:
@@ -314,16 +215,14 @@ def _failure(seen: list[list[float]]) -> Status | None:
     return None
 
 
-# --- operators ------------------------------------------------------------------------------------
+# --- operators and preconditioners ----------------------------------------------------------------
 
 
 class LinearOperator(ABC):
     """A symmetric map from (K, d) tensors to (K, d) tensors.
 
-    A router is a (K, d) matrix, and its curvature a (K·d, K·d) matrix that is never formed. A
-    preconditioner is also an operator.
-
-    `mv` accepts any floating dtype and returns float64, whatever it computes in, so that a solver's
+    A router is a (K, d) matrix, and its curvature a (K·d, K·d) matrix that is never formed. `mv`
+    accepts any floating dtype and returns float64, whatever it computes in, so that a solver's
     vectors keep their precision.
     """
 
@@ -343,41 +242,40 @@ class LinearOperator(ABC):
         return vector
 
 
-class Identity(LinearOperator):
-    """The identity; as a preconditioner, none."""
+class Preconditioner(ABC):
+    """An approximate inverse M⁻¹ of an operator A."""
 
-    def mv(self, vector: Tensor) -> Tensor:
-        return vector.double()
+    kind: str
+    jitter = 0.0  # what made it definite
 
+    @abstractmethod
+    def direction(self, operator: LinearOperator, r: Tensor) -> tuple[Tensor, Tensor]:
+        """Return s = M⁻¹ r, rounded to the operator's input precision, and A s."""
 
-class Diagonal(LinearOperator):
-    """Elementwise multiplication."""
-
-    def __init__(self, values: Tensor) -> None:
-        rows, columns = values.shape
-        super().__init__((rows, columns), values.device)
-        self.values = values.double()
-
-    def mv(self, vector: Tensor) -> Tensor:
-        return self.values * vector
-
-    def inverse(self) -> Diagonal:
-        """Return the inverse; entries that are not positive become 1."""
-        positive = self.values > 0
-        safe = torch.where(positive, self.values, torch.ones_like(self.values))
-        return Diagonal(1.0 / safe)
+    def first(self, operator: LinearOperator, r: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return a correction of the start and its product with A, or None."""
+        return None
 
 
-class Deflation(Protocol):
-    """A subspace Z on which a system is solved exactly, with A_Z⁻¹ = (ZᵀAZ)⁻¹.
+class Identity(Preconditioner):
+    """None."""
 
-    For any y (a preconditioned residual), s = y + Z A_Z⁻¹ Zᵀ (r − A y) leaves no residual in the
-    subspace: Zᵀ(r − A s) = 0. CG with directions made of such s, from a start with Zᵀr = 0, does
-    not see the eigenvalues of Z. The others are those of the preconditioned operator or between
-    them, so the number of steps never increases.
-    """
+    kind = "none"
 
-    def corrected(
-        self, operator: LinearOperator, y: Tensor | None, r: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return s and A s; y is `representable`, or None for zero."""
+    def direction(self, operator: LinearOperator, r: Tensor) -> tuple[Tensor, Tensor]:
+        s = operator.representable(r)
+        return s, operator.mv(s)
+
+
+class Jacobi(Preconditioner):
+    """The operator's diagonal; entries that are not positive count as 1."""
+
+    kind = "jacobi"
+
+    def __init__(self, diagonal: Tensor) -> None:
+        diagonal = diagonal.double()
+        self.inverse = 1.0 / torch.where(diagonal > 0, diagonal, torch.ones_like(diagonal))
+
+    def direction(self, operator: LinearOperator, r: Tensor) -> tuple[Tensor, Tensor]:
+        s = operator.representable(self.inverse * r)
+        return s, operator.mv(s)

@@ -17,7 +17,7 @@ application then costs two products with the features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from moemerge.routing.gates import (
 from moemerge.routing.products import (
     DomainFeatures,
     Features,
-    Precision,
     chunks_of,
     coalesced,
     features_of,
@@ -113,22 +112,6 @@ class DomainCurvature:
                 chunk = slice(begin, begin + rows)
                 yield self._features(x[chunk]), weights.at(chunk)
 
-    def add_product(
-        self, out: Tensor, vector: Tensor, precision: Precision, *, factor: float = 1.0
-    ) -> None:
-        """Add `factor` Σ_i v to `out`, (K, d) float64."""
-        for x, weights in self.parts:
-            features = self._features(x)
-            features.add_curvature(out, weights, vector, precision, factor / self.divisor)
-
-    @property
-    def coarse_is_cheaper(self) -> bool:
-        return self._features(self.parts[0][0]).coarse_is_cheaper
-
-    def representable(self, vector: Tensor, precision: Precision) -> Tensor:
-        """Return the nearest vector that products use without rounding."""
-        return self._features(self.parts[0][0]).representable(vector, precision)
-
     def mean_hessian(self) -> Tensor:
         """Return mean H_i over the tokens, (K, K) float64."""
         experts = self.router.shape[0]
@@ -143,23 +126,23 @@ class DomainCurvature:
         self.ranks.all_reduce(total)
         return total / self.divisor
 
-    def gram(self, weight: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return mean t x xᵀ, (d, d) in the working dtype; t = weight(diag H), default 1."""
+    def gram(self) -> Tensor:
+        """Return mean tr(H) x xᵀ, (d, d) in the working dtype."""
         experts, columns = self.router.shape
         total = torch.zeros(columns, columns, dtype=self.working, device=self.router.device)
         for features, weights in self.chunks():
-            like = total.new_empty(features.x.shape[0], experts)
-            total += features.gram(None if weight is None else weight(weights.own(like)))
+            h = weights.own(total.new_empty(features.x.shape[0], experts))
+            total += features.gram(h.sum(dim=-1))
         self.ranks.all_reduce(total)
         return total / self.divisor
 
 
 class RouterCurvature(LinearOperator):
-    """A = Σ_i (a Σ_i + c diag Σ_i), applied with a given precision.
+    """A = Σ_i (a Σ_i + c diag Σ_i).
 
-    Unless that is ACCURATE, vectors must be `representable`: on a GPU others are rounded. For
-    damping, diag Σ is at least `floor` times its mean over the experts, so that experts without
-    curvature are damped, too.
+    Unless `accurate`, vectors must be `representable`: on a GPU others are rounded. For damping,
+    diag Σ is at least `floor` times its mean over the experts, so that experts without curvature
+    are damped, too.
     """
 
     def __init__(
@@ -168,8 +151,8 @@ class RouterCurvature(LinearOperator):
         *,
         dense: float,
         diagonal: float,
-        precision: Precision = Precision.FAST,
         floor: float = 0.0,
+        accurate: bool = False,
     ) -> None:
         first = curvatures[0].router
         super().__init__((first.shape[0], first.shape[1]), first.device)
@@ -178,8 +161,8 @@ class RouterCurvature(LinearOperator):
         self.dense = dense
         self.damping = diagonal
         self.dtype = curvatures[0].working
-        self.precision = precision
         self.floor = floor
+        self.is_accurate = accurate
         total = torch.stack([s.diagonal for s in curvatures]).sum(dim=0)  # Σ diag Σ_i
         self.sum_diagonal = torch.maximum(total, floor * total.mean(dim=0)) if floor else total
         self.damped = diagonal * self.sum_diagonal  # c diag Σ, (K, d)
@@ -189,35 +172,26 @@ class RouterCurvature(LinearOperator):
         """Steps between two synchronisations, so that a GPU is not idle."""
         return 1 if self.device.type == "cpu" else GPU_CHECK_EVERY
 
-    @property
-    def couples_experts(self) -> bool:
-        """Whether H has off-diagonal elements."""
-        return any(w.rank_one is not None for s in self.curvatures for _, w in s.parts)
-
     def accurate(self) -> RouterCurvature:
         """Return the same operator at the highest accuracy."""
-        return self._with(Precision.ACCURATE)
-
-    def coarse(self) -> RouterCurvature | None:
-        """Return the same operator at a coarser precision, if that is cheaper."""
-        cheaper = self.curvatures[0].coarse_is_cheaper
-        return self._with(Precision.COARSE) if cheaper else None
-
-    def _with(self, precision: Precision) -> RouterCurvature:
         return RouterCurvature(
             self.curvatures,
             dense=self.dense,
             diagonal=self.damping,
-            precision=precision,
             floor=self.floor,
+            accurate=True,
         )
 
     def mv(self, vector: Tensor) -> Tensor:
         if self.dense == 0.0:
             return self.damped * vector
-        out = self.damping_of(vector.contiguous())
+        vector = vector.contiguous()
+        out = self.damping_of(vector)
         for domain in self.curvatures:
-            domain.add_product(out, vector, self.precision, factor=self.dense)
+            for x, weights in domain.parts:
+                factor = self.dense / domain.divisor
+                features = features_of(x, self.shape[1])
+                features.add_curvature(out, weights, vector, factor, accurate=self.is_accurate)
         self.ranks.all_reduce(out)
         return out
 
@@ -226,7 +200,7 @@ class RouterCurvature(LinearOperator):
         return self.damped * vector if self.ranks.leads else torch.zeros_like(self.damped)
 
     def representable(self, vector: Tensor) -> Tensor:
-        return self.curvatures[0].representable(vector, self.precision)
+        return features_of(self.curvatures[0].parts[0][0], self.shape[1]).representable(vector)
 
     def diagonal(self) -> Tensor:
         return (self.dense + self.damping) * self.sum_diagonal

@@ -4,8 +4,7 @@ The objective is the divergence without a regulariser. Each Newton system has a 
 λ diag(H), which shortens steps in directions with little curvature and does not move the minimum.
 From the quadratic solution, two or three full steps with a tiny λ usually suffice; if they fail, λ
 grows. Such systems are as ill-conditioned as the features, so the preconditioner decides their
-cost. It is built once, since curvature hardly changes between steps, and replaced when that is
-cheaper.
+cost. Its directions are found once, since curvature hardly changes between steps.
 
 For a softmax the objective is convex (multinomial logistic regression with soft targets) and H is
 its Hessian. Adding one row to all experts' rows does not change it; steps are projected so that
@@ -17,26 +16,21 @@ limit ends the descent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moemerge.errors import UsageError
 from moemerge.families.rules import Gate, Score
-from moemerge.routing.cg import Ending, Resting, Status
+from moemerge.routing.cg import Preconditioner, Status, cg
 from moemerge.routing.curvature import DomainCurvature, RouterCurvature
 from moemerge.routing.gates import divergence
-from moemerge.routing.preconditioners import (
-    NEWTON_STEPS,
-    BuiltPreconditioner,
-    Preconditioner,
-    attempts,
-    steps_to_build,
-)
 from moemerge.routing.products import DomainFeatures, chunks_of, features_of, rows_at_once
-from moemerge.routing.solve import solve_in_turn
+from moemerge.routing.solve import preconditioners
+from moemerge.routing.two_level import TwoLevel
 
 ARMIJO = 1e-4
 HALVINGS = 12
@@ -63,26 +57,6 @@ VANISHING = 0.01
 
 
 @dataclass(frozen=True)
-class ExactSettings:
-    """`decrease_rtol`: stop after a step whose predicted decrease is below this share of the KL.
-
-    The remaining divergence is then a few per cent of that prediction.
-    """
-
-    damping: float = 1e-5  # the initial and the smallest λ
-    preconditioner: Preconditioner = Preconditioner.AUTO
-    decrease_rtol: float = 1e-3
-    max_steps: int = 30
-    max_inner_steps: int = 200
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.damping <= TELLING_DAMPING:
-            raise UsageError(f"damping must be in (0, {TELLING_DAMPING:g}], got {self.damping:g}")
-        if self.max_steps < 0 or self.max_inner_steps < 1:
-            raise UsageError("max_steps must be >= 0 and max_inner_steps >= 1")
-
-
-@dataclass(frozen=True)
 class ExactResult:
     """The minimiser and its history; `kl` is the sum of the domains' mean divergences."""
 
@@ -102,16 +76,28 @@ def minimise_divergence(
     gate: Gate,
     domains: Sequence[DomainFeatures],
     start: Tensor,
-    settings: ExactSettings | None = None,
     *,
     fallback: Tensor | None = None,
+    damping: float = 1e-5,
+    preconditioner: str = "auto",
+    decrease_rtol: float = 1e-3,
+    max_steps: int = 30,
+    max_inner_steps: int = 200,
 ) -> ExactResult:
-    """Run Newton-CG with an Armijo line search from the better of `start` and `fallback`."""
-    settings = settings or ExactSettings()
+    """Run Newton-CG with an Armijo line search from the better of `start` and `fallback`.
+
+    `damping` is the initial and the smallest λ. It stops after a step whose predicted decrease is
+    below the share `decrease_rtol` of the divergence. The remaining divergence is then a few per
+    cent of that prediction.
+    """
+    if not 0.0 < damping <= TELLING_DAMPING:
+        raise UsageError(f"damping must be in (0, {TELLING_DAMPING:g}], got {damping:g}")
+    if max_steps < 0 or max_inner_steps < 1:
+        raise UsageError("max_steps must be >= 0 and max_inner_steps >= 1")
     domains = [_with_targets(domain) for domain in domains]
     w = start.to(domains[0].features[0].device, torch.float64)
     here = _Point.at(gate, domains, w)
-    kl, gradient, steps = [here.kl], [here.gradient_norm], 0
+    kl, gradient, steps, inner_steps = [here.kl], [here.gradient_norm], 0, 0
     if fallback is not None:
         other = fallback.to(w.device, torch.float64)
         there = _Point.at(gate, domains, other)
@@ -119,23 +105,40 @@ def minimise_divergence(
             w, here = other, there
             kl.append(here.kl)
             gradient.append(here.gradient_norm)
-    newton = _Newton(gate, settings)
-    status = Status.MAX_STEPS
-    for _ in range(settings.max_steps):
+    has_null_direction = gate.score is Score.SOFTMAX and gate.soft_cap is None
+    kept: Preconditioner | None = None
+    least, status = damping, Status.MAX_STEPS
+    for _ in range(max_steps):
         if here.kl == 0.0 or here.gradient_norm == 0.0:
             status = Status.CONVERGED
             break
-        enough = settings.decrease_rtol * max(here.kl, VANISHING * kl[0])
-        step, finished = newton.step(here, enough)
+        enough = decrease_rtol * max(here.kl, VANISHING * kl[0])
+        operator = RouterCurvature(
+            here.curvatures, dense=1.0, diagonal=damping, floor=DIAGONAL_FLOOR
+        )
+        if isinstance(kept, TwoLevel):
+            kept.update(operator)
+        step, kept, finished, taken = _newton_step(
+            operator, here.descent, preconditioner, kept, NEGLIGIBLE * enough, max_inner_steps
+        )
+        inner_steps += taken
+        if has_null_direction:
+            step = step - step.mean(dim=0, keepdim=True)
         promise = float(torch.sum(here.descent * step))  # = −gᵀs
         length = _line_search(gate, domains, w, step, here.kl, promise)
         there = _Point.at(gate, domains, w + length * step) if length > 0.0 else here
-        descended, tried = there.kl < here.kl, newton.damping
-        newton.went(length if descended else 0.0)
+        descended, tried = there.kl < here.kl, damping
         if descended:
             w, here, steps = w + length * step, there, steps + 1
             kl.append(here.kl)
             gradient.append(here.gradient_norm)
+        if descended and length == 1.0:
+            damping = max(damping * DAMPING_SHRINK, least)
+        else:
+            kept = None  # its curvature was misleading
+            if not descended or length < SHORT:
+                small = not descended or length <= NOTHING
+                damping *= DAMPING_LEAP if small else DAMPING_GROWTH
         if finished and tried <= TELLING_DAMPING and 0.5 * promise <= enough:
             status = Status.CONVERGED
             break
@@ -144,7 +147,50 @@ def minimise_divergence(
         if at_rounding or (not descended and tried >= MOST_DAMPING):
             status = Status.STAGNATED
             break
-    return ExactResult(w, status, steps, newton.inner_steps, tuple(kl), tuple(gradient))
+    return ExactResult(w, status, steps, inner_steps, tuple(kl), tuple(gradient))
+
+
+def _newton_step(
+    operator: RouterCurvature,
+    descent: Tensor,
+    kind: str,
+    kept: Preconditioner | None,
+    negligible: float,
+    max_steps: int,
+) -> tuple[Tensor, Preconditioner, bool, int]:
+    """Solve (Σ + λ diag Σ) s ≈ −gradient, with the previous step's preconditioner if it is kept.
+
+    Return s, the preconditioner, whether CG converged, and its steps.
+    """
+    taken, step = 0, None
+    for one in [kept] if kept is not None else preconditioners(operator, kind):
+        result = cg(
+            operator,
+            descent,
+            start=step,
+            preconditioner=one,
+            rtol=FORCING,
+            max_steps=max_steps,
+            check_every=operator.check_every,
+            at_rest=partial(_is_at_rest, atol=negligible),
+        )
+        step, taken = result.weight, taken + result.steps
+        if result.status in (Status.CONVERGED, Status.MAX_STEPS):
+            break
+    assert step is not None  # there is always a preconditioner
+    if not float(torch.sum(descent * step)) > 0.0:  # CG failed: use the preconditioned gradient
+        step = one.direction(operator, descent)[0]
+    return step, one, result.converged, taken
+
+
+def _is_at_rest(gains: Sequence[float], atol: float) -> bool:
+    """Return whether the energy hardly decreases any more.
+
+    That is if the last third of the steps (at least three) lowered it by at most `atol`, or by at
+    most ENERGY_RTOL of the decrease of all steps.
+    """
+    last = max(3, len(gains) // 3)
+    return len(gains) > last and sum(gains[-last:]) <= max(atol, ENERGY_RTOL * sum(gains))
 
 
 @dataclass(frozen=True)
@@ -166,66 +212,6 @@ class _Point:
             descent,
             float(torch.linalg.vector_norm(descent)),
         )
-
-
-class _Newton:
-    """Solves consecutive Newton systems, with their damping and a shared preconditioner."""
-
-    def __init__(self, gate: Gate, settings: ExactSettings) -> None:
-        self.settings = settings
-        self.has_null_direction = gate.score is Score.SOFTMAX and gate.soft_cap is None
-        self.damping = settings.damping
-        self.inner_steps = 0
-        self.kept: BuiltPreconditioner | None = None
-        self.patience = 0.0  # CG steps after which a new preconditioner would have been cheaper
-
-    def step(self, here: _Point, enough: float) -> tuple[Tensor, bool]:
-        """Solve (Σ + λ diag Σ) s ≈ −gradient; also return whether CG converged.
-
-        `enough` is a decrease of the divergence that is not worth a step.
-        """
-        operator = RouterCurvature(
-            here.curvatures, dense=1.0, diagonal=self.damping, floor=DIAGONAL_FLOOR
-        )
-        ending = Ending(
-            FORCING,
-            self.settings.max_inner_steps,
-            operator.check_every,
-            resting=Resting(ENERGY_RTOL, NEGLIGIBLE * enough),
-        )
-        tried = self._attempts(operator)
-        result, trials, built = solve_in_turn(operator, here.descent, tried, ending)
-        latest, fresh = trials[-1], built is not self.kept
-        self.inner_steps += result.steps
-        if fresh:
-            self.patience = latest.steps + steps_to_build(operator, built.kind)
-        keep = latest.status is Status.CONVERGED and latest.steps <= self.patience
-        self.kept = replace(built, patience=None) if keep else None
-        step = result.solution
-        if (
-            not float(torch.sum(here.descent * step)) > 0.0
-        ):  # CG failed: use the preconditioned gradient
-            step = built.operator.mv(here.descent)
-        if self.has_null_direction:
-            step = step - step.mean(dim=0, keepdim=True)
-        return step, result.converged
-
-    def _attempts(self, operator: RouterCurvature) -> Iterator[BuiltPreconditioner]:
-        """Yield the previous system's preconditioner, and then new ones."""
-        if self.kept is not None:
-            if self.kept.deflation is not None:  # which must match the operator
-                self.kept.deflation.refresh(operator)
-            yield self.kept
-        yield from attempts(operator, self.settings.preconditioner, NEWTON_STEPS)
-
-    def went(self, length: float) -> None:
-        """Adapt the damping to the step length of the line search."""
-        if length == 1.0:
-            self.damping = max(self.damping * DAMPING_SHRINK, self.settings.damping)
-            return
-        self.kept = None  # its curvature was misleading
-        if length < SHORT:
-            self.damping *= DAMPING_GROWTH if length > NOTHING else DAMPING_LEAP
 
 
 def _line_search(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import DataError
-from moemerge.kernels import fused, splitting
+from moemerge.kernels import fused
 from moemerge.kernels.fused import Shift
-from moemerge.kernels.splitting import representable
+from moemerge.kernels.splitting import ACCURATE, FAST, representable, split
 from moemerge.routing.gates import TokenWeights
 from moemerge.runtime.ranks import SINGLE, Ranks
 
@@ -111,25 +110,11 @@ def logits_of(x: Tensor, router: Tensor) -> Tensor:
 WORTH_A_LAUNCH = 1 << 17
 
 
-class Precision(Enum):
-    """Precision of a product with the curvature; in plain torch float32, float32 and float64."""
-
-    COARSE = splitting.COARSE  # a solver's first steps
-    FAST = splitting.FAST  # its later ones
-    ACCURATE = splitting.ACCURATE  # the residual of its result
-
-    @property
-    def terms(self) -> splitting.Terms:
-        return self.value
-
-
 class Features:
     """A block of features x, (tokens, d), of any dtype; products in plain torch.
 
     `columns` is d, or d + 1 with a column of ones.
     """
-
-    coarse_is_cheaper = False  # than FAST; where not, it is the same
 
     def __init__(self, x: Tensor, columns: int) -> None:
         self.x = x
@@ -161,16 +146,16 @@ class Features:
         return self._outer(h.to(narrow.dtype), narrow * narrow)
 
     def add_curvature(
-        self, out: Tensor, weights: TokenWeights, v: Tensor, precision: Precision, factor: float
+        self, out: Tensor, weights: TokenWeights, v: Tensor, factor: float, *, accurate: bool
     ) -> None:
         """Add `factor` Σ H_t (V x_t) x_tᵀ to `out`, (K, columns) float64.
 
-        Unless the precision is ACCURATE, V must be `representable`.
+        Unless `accurate`, V must be `representable`.
         """
-        x = self.x.double() if precision is Precision.ACCURATE else self.working
+        x = self.x.double() if accurate else self.working
         out.add_(self._outer(weights.apply(logits_of(x, v)), x), alpha=factor)
 
-    def solver_logits(self, v: Tensor, precision: Precision) -> Tensor:
+    def solver_logits(self, v: Tensor) -> Tensor:
         """Return X Vᵀ of a `representable` V, (tokens, K): the first half of `add_curvature`."""
         return self.working_logits(v)
 
@@ -186,17 +171,20 @@ class Features:
             z.addmm_(shift.projected, shift.coefficients.T.to(z.dtype))
         out.add_(self._outer(weights.apply(z), self.working), alpha=factor)
 
-    def gram(self, weight: Tensor | None) -> Tensor:
+    def gram(self, weight: Tensor) -> Tensor:
         """Σ t_t x_t x_tᵀ, (columns, columns) in the working dtype: for preconditioners."""
         x = self.working
         if x.shape[1] < self.columns:
             x = torch.cat([x, x.new_ones(x.shape[0], 1)], dim=1)
-        if weight is not None:
-            x = x * weight.to(x.dtype).sqrt().unsqueeze(-1)
+        x = x * weight.to(x.dtype).sqrt().unsqueeze(-1)
         return x.T @ x
 
-    def representable(self, v: Tensor, precision: Precision) -> Tensor:
-        """Return the nearest vector that `add_curvature` uses without rounding."""
+    def self_product(self, rows: Tensor) -> Tensor:
+        """Return rowsᵀ rows of (tokens, m), for preconditioners."""
+        return rows.T @ rows
+
+    def representable(self, v: Tensor) -> Tensor:
+        """Return the nearest vector that products use without rounding."""
         return v
 
     def _outer(self, u: Tensor, x: Tensor) -> Tensor:
@@ -211,28 +199,26 @@ class Features:
 class FusedFeatures(Features):
     """bf16 features on a Hopper GPU, with the fused kernels."""
 
-    coarse_is_cheaper = True
-
     def logits(self, router: Tensor) -> Tensor:
         return self.working_logits(router).double()
 
     def working_logits(self, router: Tensor) -> Tensor:
-        return fused.logits(self.x, router, terms=splitting.ACCURATE.vector)
+        return fused.logits(self.x, router, terms=ACCURATE.vector)
 
     def outer(self, u: Tensor) -> Tensor:
-        return fused.outer(u, self.x, self.columns, terms=splitting.ACCURATE.weighted)
+        return fused.outer(u, self.x, self.columns, terms=ACCURATE.weighted)
 
     def squares(self, h: Tensor) -> Tensor:
-        return fused.outer(h, self.x, self.columns, terms=splitting.FAST.weighted, square=True)
+        return fused.outer(h, self.x, self.columns, terms=FAST.weighted, square=True)
 
     def add_curvature(
-        self, out: Tensor, weights: TokenWeights, v: Tensor, precision: Precision, factor: float
+        self, out: Tensor, weights: TokenWeights, v: Tensor, factor: float, *, accurate: bool
     ) -> None:
-        h = weights.diagonal, weights.rank_one
-        fused.add_product(out, self.x, *h, v, terms=precision.terms, factor=factor)
+        h, terms = (weights.diagonal, weights.rank_one), ACCURATE if accurate else FAST
+        fused.add_product(out, self.x, *h, v, terms=terms, factor=factor)
 
-    def solver_logits(self, v: Tensor, precision: Precision) -> Tensor:
-        return fused.logits(self.x, v, terms=precision.terms.vector)
+    def solver_logits(self, v: Tensor) -> Tensor:
+        return fused.logits(self.x, v, terms=FAST.vector)
 
     def moment(self, weights: TokenWeights, z: Tensor, projected: Tensor) -> Tensor:
         return fused.moment(z, weights.diagonal, weights.rank_one, projected, wide=False)
@@ -240,14 +226,12 @@ class FusedFeatures(Features):
     def add_weighted(
         self, out: Tensor, weights: TokenWeights, z: Tensor, shift: Shift | None, factor: float
     ) -> None:
-        h, terms = (weights.diagonal, weights.rank_one), splitting.FAST.weighted
+        h, terms = (weights.diagonal, weights.rank_one), FAST.weighted
         fused.add_weighted(out, self.x, *h, z, shift, terms=terms, factor=factor)
 
-    def gram(self, weight: Tensor | None) -> Tensor:
-        x = self.x
-        root = x.new_ones(len(x), 1) if weight is None else weight.sqrt().unsqueeze(-1).to(x.dtype)
-        if weight is not None:
-            x = x * root
+    def gram(self, weight: Tensor) -> Tensor:
+        root = weight.sqrt().unsqueeze(-1).to(self.x.dtype)
+        x = self.x * root
         gram = torch.mm(x.T, x, out_dtype=torch.float32)
         if self.columns == x.shape[1]:
             return gram
@@ -256,8 +240,14 @@ class FusedFeatures(Features):
         corner = root.float().square().sum().reshape(1, 1)
         return torch.cat([torch.cat([gram, last], dim=1), torch.cat([last.T, corner], dim=1)])
 
-    def representable(self, v: Tensor, precision: Precision) -> Tensor:
-        return v if precision is Precision.ACCURATE else representable(v, precision.terms.vector)
+    def self_product(self, rows: Tensor) -> Tensor:
+        # In two bf16 terms: float32 products would take five times as long.
+        high, low = split(rows, 2)
+        mixed = torch.mm(high.T, low, out_dtype=torch.float32)
+        return torch.mm(high.T, high, out_dtype=torch.float32) + (mixed + mixed.T)
+
+    def representable(self, v: Tensor) -> Tensor:
+        return representable(v, FAST.vector)
 
 
 def features_of(x: Tensor, columns: int) -> Features:

@@ -3,180 +3,193 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moemerge.errors import DataError, UsageError
-from moemerge.families.rules import Gate
-from moemerge.routing.cg import CGResult, Ending, Status, cg
+from moemerge.families.rules import Gate, Score
+from moemerge.routing.cg import Identity, Jacobi, Preconditioner, Solution, Status, cg
 from moemerge.routing.curvature import DomainCurvature, RouterCurvature
 from moemerge.routing.gates import Curvature
-from moemerge.routing.preconditioners import BuiltPreconditioner, Preconditioner, attempts
-from moemerge.routing.products import DomainFeatures
+from moemerge.routing.products import DomainFeatures, rows_at_once
+from moemerge.routing.two_level import TwoLevel, two_level_bytes
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_ALPHA = 0.9
-
-
-@dataclass(frozen=True)
-class SolveSettings:
-    """Solver settings. `alpha` blends Σ with its diagonal; `gamma` adds the diagonal; not both."""
-
-    alpha: float | None = None
-    gamma: float | None = None
-    curvature: Curvature = Curvature.FULL
-    preconditioner: Preconditioner = Preconditioner.AUTO
-    rtol: float = 1e-6
-    max_steps: int = 1000
-
-    def __post_init__(self) -> None:
-        if self.alpha is not None and self.gamma is not None:
-            raise UsageError("alpha and gamma are two forms of one regulariser: give one of them")
-        if self.alpha is not None and not 0.0 <= self.alpha <= 1.0:
-            raise UsageError(f"alpha must lie in [0, 1], got {self.alpha}")
-        if self.gamma is not None and not 0.0 <= self.gamma < float("inf"):
-            raise UsageError(f"gamma must be a number >= 0, got {self.gamma}")
-        if not 0.0 < self.rtol < 1.0:
-            raise UsageError(f"rtol must lie in (0, 1), got {self.rtol}")
-        if self.max_steps < 1:
-            raise UsageError(f"max_steps must be at least 1, got {self.max_steps}")
-
-    @property
-    def regulariser(self) -> tuple[float, float]:
-        """The coefficients (a, c) of a Σ + c diag Σ."""
-        if self.gamma is not None:
-            return 1.0, self.gamma
-        alpha = DEFAULT_ALPHA if self.alpha is None else self.alpha
-        return alpha, 1.0 - alpha
+PRECONDITIONERS = ("auto", "none", "jacobi", "two-level")
 
 
 @dataclass(frozen=True)
 class Trial:
     """The result of a solve with one preconditioner."""
 
-    preconditioner: Preconditioner
+    preconditioner: str
     steps: int
     status: Status
-    jitter: float
 
 
-@dataclass(frozen=True)
-class RouterSolution:
-    """A new router and how it was found."""
+@dataclass(frozen=True, kw_only=True)
+class RouterSolution(Solution):
+    """A new router, (K, d) or (K, d + 1) float64, and how it was found."""
 
-    weight: Tensor  # (K, d) or (K, d + 1), float64, on the features' device
-    cg: CGResult  # of all trials together
-    trials: tuple[Trial, ...]  # in order; all but the last were abandoned
+    trials: tuple[Trial, ...]  # in order; all but the last broke down
+    jitter: float  # what made the last preconditioner definite
 
     @property
-    def preconditioner(self) -> Preconditioner:
+    def preconditioner(self) -> str:
         return self.trials[-1].preconditioner
-
-    @property
-    def jitter(self) -> float:
-        return self.trials[-1].jitter
 
     @property
     def detour(self) -> str:
         """Describe the preconditioners that failed before the last one was tried."""
-        given_up = ", ".join(
+        failed = ", ".join(
             f"{t.preconditioner} ({t.status} after {t.steps} steps)" for t in self.trials[:-1]
         )
-        return f"solved with {self.preconditioner}, after abandoning {given_up}"
+        return f"solved with {self.preconditioner}, after abandoning {failed}"
 
 
-def build_operator(
-    gate: Gate, domains: Sequence[DomainFeatures], settings: SolveSettings
+def solve(
+    gate: Gate,
+    domains: Sequence[DomainFeatures],
+    start: Tensor,
+    *,
+    alpha: float | None = None,
+    gamma: float | None = None,
+    curvature: str = Curvature.FULL,
+    preconditioner: str = "auto",
+    rtol: float = 1e-6,
+    max_steps: int = 1000,
+) -> RouterSolution:
+    """Solve (Σ_i Σ_reg,i) w = Σ_i Σ_reg,i w_i from `start` until ‖b − Aw‖ ≤ `rtol` ‖b‖.
+
+    Σ_reg,i = αΣ_i + (1 − α) diag Σ_i, or Σ_i + γ diag Σ_i. Products are computed in float32, or in
+    float64 for float64 features. The final residual is computed in float64, or by the kernels to
+    within 3e-7 of it (`products`).
+    """
+    if not 0.0 < rtol < 1.0:
+        raise UsageError(f"rtol must lie in (0, 1), got {rtol}")
+    if max_steps < 1:
+        raise UsageError(f"max_steps must be at least 1, got {max_steps}")
+    operator = system(gate, domains, alpha=alpha, gamma=gamma, curvature=curvature)
+    if start.shape != operator.shape:
+        raise DataError(
+            f"the merged router is {tuple(start.shape)}, the sources' are {operator.shape}"
+        )
+    b, accurate = operator.rhs(), operator.accurate()
+    trials: list[Trial] = []
+    steps, refinements = 0, 0
+    residuals: tuple[float, ...] = ()
+    weight = start
+    for one in preconditioners(operator, preconditioner):
+        begin = time.perf_counter()
+        result = cg(
+            operator,
+            b,
+            start=weight,
+            preconditioner=one,
+            accurate=accurate,
+            rtol=rtol,
+            max_steps=max_steps,
+            check_every=operator.check_every,
+        )
+        logger.debug(
+            "router of %s, %s: %s, %.3f s",
+            "×".join(map(str, b.shape)),
+            one.kind,
+            result.message,
+            time.perf_counter() - begin,
+        )
+        trials.append(Trial(one.kind, result.steps, result.status))
+        weight, steps = result.weight, steps + result.steps
+        refinements += result.refinements
+        residuals = (*residuals, *result.residuals[1:]) if trials[1:] else result.residuals
+        if result.status in (Status.CONVERGED, Status.MAX_STEPS):
+            break
+    return RouterSolution(
+        weight=weight,
+        status=result.status,
+        steps=steps,
+        residuals=residuals,
+        true_residual=result.true_residual,
+        refinements=refinements,
+        trials=tuple(trials),
+        jitter=one.jitter,
+    )
+
+
+def system(
+    gate: Gate,
+    domains: Sequence[DomainFeatures],
+    *,
+    alpha: float | None = None,
+    gamma: float | None = None,
+    curvature: str = Curvature.FULL,
 ) -> RouterCurvature:
-    """Return the curvature of all domains as an operator, after one pass over the features."""
+    """Return the matrix of `solve` as an operator, after one pass over the features."""
+    if alpha is not None and gamma is not None:
+        raise UsageError("alpha and gamma are two forms of one regulariser: give one of them")
+    if alpha is not None and not 0.0 <= alpha <= 1.0:
+        raise UsageError(f"alpha must lie in [0, 1], got {alpha}")
+    if gamma is not None and not 0.0 <= gamma < math.inf:
+        raise UsageError(f"gamma must be a number >= 0, got {gamma}")
     if not domains:
         raise DataError("no domain to calibrate on", hint="name at least one source with its data")
     shapes = {domain.name: tuple(domain.router.shape) for domain in domains}
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise DataError(f"the sources' routers differ in shape: {listed}")
-    dense, diagonal = settings.regulariser
-    curvatures = [DomainCurvature(gate, domain, settings.curvature) for domain in domains]
+    alpha = DEFAULT_ALPHA if alpha is None else alpha
+    dense, diagonal = (alpha, 1.0 - alpha) if gamma is None else (1.0, gamma)
+    curvatures = [DomainCurvature(gate, domain, Curvature(curvature)) for domain in domains]
     return RouterCurvature(curvatures, dense=dense, diagonal=diagonal)
 
 
-def solve_router(
-    gate: Gate,
-    domains: Sequence[DomainFeatures],
-    start: Tensor,
-    settings: SolveSettings | None = None,
-) -> RouterSolution:
-    """Solve (Σ_i Σ_reg,i) w = b from `start`.
+def preconditioners(operator: RouterCurvature, kind: str) -> Iterator[Preconditioner]:
+    """Yield the preconditioners to try in turn; each is built when it is reached.
 
-    Products are computed in float32, or in float64 for float64 features. The final residual is
-    computed in float64, or by the kernels to within 3e-7 of it (`products`).
+    "auto" is the two-level method, and Jacobi if that breaks down.
     """
-    settings = settings or SolveSettings()
-    return solve_system(build_operator(gate, domains, settings), start, settings)
+    if kind not in PRECONDITIONERS:
+        listed = ", ".join(PRECONDITIONERS)
+        raise UsageError(f"unknown preconditioner {kind!r}", hint=f"one of {listed}")
+    if kind == "none":
+        yield Identity()
+    if kind == "two-level" or (kind == "auto" and operator.dense > 0.0):
+        yield TwoLevel(operator)
+    if kind in ("jacobi", "auto"):
+        yield Jacobi(operator.diagonal())
 
 
-def solve_system(
-    operator: RouterCurvature, start: Tensor, settings: SolveSettings
-) -> RouterSolution:
-    """Solve the system of an existing operator from `start`."""
-    if start.shape != operator.shape:
-        raise DataError(
-            f"the merged router is {tuple(start.shape)}, the sources' are {operator.shape}"
-        )
-    result, trials, _ = solve_in_turn(
-        operator,
-        operator.rhs(),
-        attempts(operator, settings.preconditioner),
-        Ending(settings.rtol, settings.max_steps, operator.check_every),
-        start=start,
-        accurate=operator.accurate(),
-    )
-    return RouterSolution(result.solution, result, tuple(trials))
+# Vectors of the solver, preconditioner's scales, measured routers: all (K, d) in float64.
+ROUTER_COPIES = 16
 
 
-def solve_in_turn(
-    operator: RouterCurvature,
-    rhs: Tensor,
-    preconditioners: Iterable[BuiltPreconditioner],
-    ending: Ending,
+def solve_bytes(
+    gate: Gate | None,
+    shape: tuple[int, int],
+    tokens: int,
     *,
-    start: Tensor | None = None,
-    accurate: RouterCurvature | None = None,
-) -> tuple[CGResult, list[Trial], BuiltPreconditioner]:
-    """Solve with one preconditioner after another, until one is not abandoned.
-
-    Return the result of all solves together, each one's own, and the last preconditioner.
-    """
-    result: CGResult | None = None
-    trials: list[Trial] = []
-    for built in preconditioners:
-        begin = time.perf_counter()
-        latest = cg(
-            operator,
-            rhs,
-            start=start if result is None else result.solution,
-            preconditioner=built.operator,
-            deflation=built.deflation,
-            coarse=operator.coarse(),
-            accurate=accurate,
-            ending=replace(ending, patience=built.patience),
-        )
-        trials.append(Trial(built.kind, latest.steps, latest.status, built.jitter))
-        logger.debug(
-            "router of %s, %s: %s after %d steps, residual %.1e, %.3f s",
-            "×".join(map(str, rhs.shape)),
-            built.kind,
-            latest.status,
-            latest.steps,
-            latest.true_residual,
-            time.perf_counter() - begin,
-        )
-        result = latest if result is None else result.followed_by(latest)
-        if latest.status in (Status.CONVERGED, Status.MAX_STEPS):
-            break
-    assert result is not None  # there is always a preconditioner
-    return result, trials, built
+    device: torch.device,
+    dtype: torch.dtype,
+    curvature: str = Curvature.FULL,
+    preconditioner: str = "auto",
+    targets: bool = False,
+    exact: bool = False,
+) -> int:
+    """Estimate the memory of a solve besides its features: H, targets, and the preconditioner."""
+    experts, width = shape
+    rows = 0 if curvature == Curvature.IDENTITY else 1  # (tokens, K) held in float32
+    if rows and gate is not None and gate.score is not Score.SOFTMAX:
+        rows += 1
+    rows += targets + 3 * exact
+    chunk = min(tokens, rows_at_once(device)) * (width + 4 * experts)
+    held = 4 * rows * tokens * experts + 8 * (chunk + ROUTER_COPIES * experts * width)
+    if preconditioner in ("none", "jacobi"):
+        return held
+    return held + two_level_bytes(shape, tokens, 8 if dtype == torch.float64 else 4)

@@ -224,7 +224,7 @@ GPU_SETTINGS = {
     "disk": {"offload": "disk"},
     "sources": {"targets": "source-features", "holdout": 0.2},
     "exact": {"objective": "exact"},
-    "kronecker": {"preconditioner": "kronecker"},
+    "two-level": {"preconditioner": "two-level"},
 }
 
 

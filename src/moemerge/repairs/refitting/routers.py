@@ -15,9 +15,7 @@ from moemerge.repairs.lockstep.models import StoredRouters
 from moemerge.repairs.refitting.job import RefitJob
 from moemerge.repairs.refitting.least_squares import concatenated
 from moemerge.repairs.refitting.targets import LayerView
-from moemerge.routing import DomainFeatures, RouterProblem, SolveSettings, minimise_divergence
-from moemerge.routing.cg import Status
-from moemerge.routing.solve import build_operator, solve_system
+from moemerge.routing import DomainFeatures, RouterProblem, Status, minimise_divergence, solve
 
 LEAST_SHARE = 1 / 16  # smallest share of the way to a solution that is tried
 
@@ -43,12 +41,9 @@ class RouterFit:
 
 def fit_router(problem: RouterProblem, *, exact: bool) -> RouterFit:
     """Solve, then move towards the solution as far as held-out tokens gain; round as stored."""
-    settings = SolveSettings()
     merged, ranks = problem.merged, problem.domains[0].ranks
-    solution = solve_system(
-        build_operator(problem.gate, problem.domains, settings), merged, settings
-    )
-    status, steps, weight = solution.cg.status, solution.cg.steps, solution.weight
+    solution = solve(problem.gate, problem.domains, merged)
+    status, steps, weight = solution.status, solution.steps, solution.weight
     if exact:
         newton = minimise_divergence(problem.gate, problem.domains, weight, fallback=merged)
         status, steps, weight = newton.status, newton.steps, newton.weight
