@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import moemerge.methods.wrapper  # noqa: F401  (registers methods and wrappers)
+import moemerge.methods  # noqa: F401  (registers methods and wrappers)
 from moemerge.config.schema import KeptModels
 from moemerge.families.roles import Role
 from moemerge.merging.kept import emr_norms, keep_unit, unpack_bits
 from moemerge.methods._spectra import Spectrum
-from moemerge.methods.method import METHODS, ModelTensor, UnitInfo
-from moemerge.methods.wrapper import WRAPPERS, Wrap, around
+from moemerge.methods.method import METHODS, UnitInfo
+from moemerge.methods.wrappers import WRAPPERS
 
 TOLERANCE = 1e-5
 SHAPES = ((96, 64), (64, 96), (80, 80), (16, 200))
@@ -127,22 +127,21 @@ def cases() -> Iterator[Models]:
 
 def method(name: str, models: Models, **options: object) -> Tensor:
     chosen = METHODS.get(name)
-    inputs = [ModelTensor(tensor, chosen.per_model()) for tensor in models.tensors]
-    return chosen.function(inputs, models.base, chosen.options(**options), UNIT)
+    arguments = chosen.arguments([{}] * len(models.tensors), options, UNIT.key)
+    return chosen.merge(models.tensors, models.base, arguments, UNIT)
 
 
 def wrapped(name: str, models: Models) -> Tensor:
     """The sum of task vectors within a wrapper."""
     chosen = METHODS.get("task_arithmetic")
-    params, options = chosen.per_model(weight=1.0), chosen.options()
+    arguments = chosen.arguments([{"weight": 1.0}] * len(models.tensors), {}, UNIT.key)
 
-    def inner(inputs: Sequence[ModelTensor], base: Tensor) -> Tensor:
-        return chosen.function(inputs, base, options, UNIT)
+    def inner(tensors: Sequence[Tensor], base: Tensor) -> Tensor:
+        return chosen.merge(tensors, base, arguments, UNIT)
 
     wrapper = WRAPPERS.get(name)
-    base = ModelTensor(models.base, None)
-    call = around(inner, [Wrap(wrapper, wrapper.options())], lambda kind: base, UNIT)
-    return call([ModelTensor(tensor, params) for tensor in models.tensors], models.base)
+    call = wrapper.around(inner, wrapper.arguments([], {}, UNIT.key), UNIT, None)
+    return call(models.tensors, models.base)
 
 
 def masks(keep: str, models: Models, merged: Tensor) -> Tensor:

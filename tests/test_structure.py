@@ -43,7 +43,7 @@ BUDGETS = {
     "kernels": 1_300,
     "lab": 12_000,
     "merging": 3_900,
-    "methods": 3_800,
+    "methods": 3_000,
     "repairs": 9_900,
     "report": 1_800,
     "routing": 2_450,

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from moemerge.lab.experiments.study import study as study
     from moemerge.lab.tuning.settings import TuningSettings as TuningSettings
     from moemerge.methods.method import merge_method as merge_method
-    from moemerge.methods.wrapper import merge_wrapper as merge_wrapper
+    from moemerge.methods.wrappers import merge_wrapper as merge_wrapper
     from moemerge.version import __version__ as __version__
 
 
@@ -88,7 +88,7 @@ _PUBLIC = {
     "moemerge.lab.experiments.study": "study",
     "moemerge.lab.tuning.settings": "TuningSettings",
     "moemerge.methods.method": "merge_method",
-    "moemerge.methods.wrapper": "merge_wrapper",
+    "moemerge.methods.wrappers": "merge_wrapper",
     "moemerge.version": "__version__",
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}

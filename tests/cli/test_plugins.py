@@ -13,29 +13,24 @@ from moemerge.checkpoint import Checkpoint
 from repairs.calibration import cases
 
 PLUGIN = '''
-from dataclasses import dataclass
+from typing import Annotated
 
 from moemerge.families.families import add_family
 from moemerge.families.rules import Family, GateRule, key
-from moemerge.methods.method import BasePolicy, merge_method, param
-from moemerge.methods.wrapper import merge_wrapper
+from moemerge.methods.method import Param, PerModel, merge_method
+from moemerge.methods.wrappers import merge_wrapper
 
 
-@dataclass(frozen=True)
-class Share:
-    share: float = param(help="how much", minimum=0)
-
-
-@merge_method("test_shares", base=BasePolicy.MEMBER, per_model=Share)
-def shares(inputs, base, options, unit):
+@merge_method("test_shares", base="member")
+def shares(tensors, *, share: Annotated[PerModel[float], Param("how much", minimum=0)]):
     """Shares of models."""
-    return sum(model.params.share * model.tensor for model in inputs)
+    return sum(part * tensor for part, tensor in zip(share, tensors))
 
 
 @merge_wrapper("test_halved")
-def halved(inner, inputs, base, options, unit):
+def halved(inner, tensors, base):
     """Half of the change."""
-    return base.tensor + 0.5 * (inner(inputs, base.tensor) - base.tensor)
+    return base + 0.5 * (inner(tensors, base) - base)
 
 
 add_family(Family(("test_family",), "Test", GateRule(top_k=key("num_experts_per_tok", default=2))))
@@ -133,16 +128,16 @@ def test_plugins_that_cannot_be_used(name, text, words, tmp_path):
     ("body", "said"),
     [
         ("raise ValueError('no such thing')", "ValueError: no such thing"),
-        ("return inputs[0].tensor[:1]", "the result is [1"),
+        ("return tensors[0][:1]", "the result is [1"),
         ("return None", "AttributeError"),
     ],
 )
 def test_a_method_that_fails_is_named_and_nothing_is_written(body, said, zoo_folder, tmp_path):
     plugin = tmp_path / "test_failing_methods.py"
     plugin.write_text(
-        "from moemerge.methods.method import BasePolicy, merge_method\n"
-        "@merge_method('test_fails', base=BasePolicy.MEMBER)\n"
-        f"def fails(inputs, base, options, unit):\n    'Fails.'\n    {body}\n"
+        "from moemerge.methods.method import merge_method\n"
+        "@merge_method('test_fails', base='member')\n"
+        f"def fails(tensors):\n    'Fails.'\n    {body}\n"
     )
     config = tmp_path / "own.yml"
     models = [{"model": str(zoo_folder("olmoe"))}]

@@ -27,7 +27,6 @@ from moemerge.merging import METHODS
 from moemerge.merging import plan as plan_module
 from moemerge.merging.execute import ExecutionSettings, MemoryBudget, execute
 from moemerge.merging.run import plan_merge
-from moemerge.methods import _arithmetic
 from moemerge.runtime.progress import Silent
 from repairs.calibration.cases import weights
 
@@ -103,7 +102,6 @@ def test_runs_of_rows_equal_the_whole(models, tmp_path, monkeypatch):
         ("breadcrumbs_ties", {"density": 0.4, "gamma": 0.2}, None),
         ("dare_ties", {"density": 0.4}, None),
         ("della", {"density": 0.4}, None),
-        ("consensus_ties", {"density": 0.4}, None),
     ],
 )
 def test_large_units_in_runs_equal_the_whole(
@@ -111,20 +109,16 @@ def test_large_units_in_runs_equal_the_whole(
 ):
     """The cut's magnitude, its ties and the L1 norm are those of the whole task vector."""
     settings = {**config(method, models, **parameters), "dtype": dtype}
-    if method != "consensus_ties":
-        settings["parameters"] = {"rescale": True}
-    monkeypatch.setattr(_arithmetic, "CPU_CHUNK", 768)
+    settings["parameters"] = {"rescale": True}
     run(settings, tmp_path / "whole")
     monkeypatch.setattr(plan_module, "LARGE_ELEMENTS", 2400)
     monkeypatch.setattr(plan_module, "RUN_ELEMENTS", 1200)
-    monkeypatch.setattr(plan_module, "CHUNK_ELEMENTS", 768)
     plan = plan_merge(api.load_config(settings), MergeSettings()).plan
     assert sum(block.tensor == "model.embed_tokens.weight" for block in plan.blocks) > 2
     run(settings, tmp_path / "cut")
-    monkeypatch.setattr(plan_module, "CHUNK_ELEMENTS", 2**18)  # more rows than the tensors have
-    run(settings, tmp_path / "uncut")
-    for other in ("cut", "uncut"):
-        zoo.assert_same(tmp_path / "whole", tmp_path / other)
+    whole, cut = zoo.tensors(tmp_path / "whole"), zoo.tensors(tmp_path / "cut")
+    for name, tensor in whole.items():  # L1 norms are added in another order
+        torch.testing.assert_close(cut[name], tensor, rtol=1e-6, atol=1e-8)
 
 
 def test_only_elementwise_methods_without_wrappers_are_cut_into_runs(models, monkeypatch):
@@ -242,12 +236,12 @@ def test_options_are_refused_before_a_model_is_opened(tmp_path, check):
     "error", [torch.OutOfMemoryError("no room"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")]
 )
 def test_a_device_without_memory_is_named(error, models, tmp_path, monkeypatch):
-    def full(*_):
+    def full(**_):
         raise error
 
     settings = config("linear", models)
     method = METHODS.get("linear")
-    monkeypatch.setitem(METHODS._entries, "linear", replace(method, function=full, weights=None))
+    monkeypatch.setitem(METHODS._entries, "linear", replace(method, function=full))
     with pytest.raises(ResourceError, match=r"cpu has too little free memory to merge .*weight"):
         moemerge.merge({**settings, "parameters": {"weight": 1}}, tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 import moemerge.methods  # noqa: F401  (registers the methods)
+from moemerge.config.parameters import REQUIRED
 from moemerge.families.roles import Role
-from moemerge.methods.method import METHODS, ModelTensor, UnitInfo
+from moemerge.methods.method import METHODS, UnitInfo
 
 
 def _tensor(x):
@@ -33,16 +34,15 @@ def merge():
         method = METHODS.get(name)
         if not isinstance(params, list):
             params = [params or {}] * len(tensors)
-        known = statistics or [None] * len(tensors)
-        inputs = [
-            ModelTensor(_tensor(t), method.per_model(**p), f"m{i}", s)
-            for i, (t, p, s) in enumerate(zip(tensors, params, known, strict=True))
-        ]
-        return method.function(
-            inputs,
-            None if base is None else _tensor(base),
-            method.options(**options),
-            UnitInfo(key, role, seed, remark=remark),
-        )
+        known = {spec.name: spec for spec in method.schema.parameters}
+        assert options.keys() | {k for p in params for k in p} <= known.keys(), "unknown parameter"
+        needed = {spec.name for spec in known.values() if spec.default is REQUIRED}
+        assert needed <= options.keys() | params[0].keys(), "a parameter is missing"
+        unit = UnitInfo(key, role, seed, tuple(f"m{i}" for i in range(len(tensors))), remark=remark)
+        base = None if base is None else _tensor(base)
+        arguments = method.arguments(params, options, key)
+        base = method.base_of(arguments, base)
+        statistics = statistics or [None] * len(tensors)
+        return method.merge([_tensor(t) for t in tensors], base, arguments, unit, statistics)
 
     return call

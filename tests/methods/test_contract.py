@@ -1,7 +1,6 @@
 """What every registered method promises, whatever it computes."""
 
 import re
-from dataclasses import fields
 from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import moemerge.methods as methods
 from moemerge.config.parameters import REQUIRED, BasePolicy
 from moemerge.families.roles import Role
-from moemerge.methods.method import METHODS, ModelTensor, UnitInfo, UnitStatistics
+from moemerge.methods.method import METHODS, UnitInfo, UnitStatistics
 
 # Every method of the package: a new one is tested here without being named.
 NAMES = sorted(
@@ -32,14 +31,16 @@ ACTIVE = {  # parameters under which a method does something
 }
 
 
-def build(cls, *, active):
-    chosen = {}
-    for f in fields(cls):
-        if f.name in ("weight", "t"):
-            chosen[f.name] = 0.3
-        elif f.name in ACTIVE and (active or f.name == "steps"):  # defaults take hundreds
-            chosen[f.name] = ACTIVE[f.name]
-    return cls(**chosen)
+def chosen(method, *, active, per_model):
+    values = {}
+    for spec in method.schema.parameters:
+        if spec.per_model != per_model:
+            continue
+        if spec.name in ("weight", "t"):
+            values[spec.name] = 0.3
+        elif spec.name in ACTIVE and (active or spec.name == "steps"):  # defaults take hundreds
+            values[spec.name] = ACTIVE[spec.name]
+    return values
 
 
 def count_of(method, wanted=3):
@@ -64,15 +65,14 @@ def statistics_of(method, tensor):
     return UnitStatistics(values.float().contiguous(), 100, 200, 10)
 
 
-def call(method, tensors, base, *, active=True, role=Role.EXPERT):
-    inputs = [
-        ModelTensor(t, build(method.per_model, active=active), "m", statistics_of(method, t))
-        for t in tensors
-    ]
-    if method.schema.base is BasePolicy.MEMBER:
-        base = None
-    options = build(method.options, active=active)
-    return method.function(inputs, base, options, UnitInfo("unit", role))
+def call(method, tensors, base, *, active=True, role=Role.EXPERT, known=True, **options):
+    options = {**chosen(method, active=active, per_model=False), **options}
+    models = [chosen(method, active=active, per_model=True)] * len(tensors)
+    arguments = method.arguments(models, options, "unit")
+    base = None if method.schema.base is BasePolicy.MEMBER else method.base_of(arguments, base)
+    unit = UnitInfo("unit", role, models=tuple("abc"[: len(tensors)]))
+    statistics = [statistics_of(method, t) if known else None for t in tensors]
+    return method.merge(tensors, base, arguments, unit, statistics)
 
 
 def test_methods_are_found():
@@ -195,15 +195,13 @@ def test_identical_models_with_full_weight_give_that_model(name):
     """With defaults and normalized shares, n copies of one model are that model."""
     method = METHODS.get(name)
     base, (model, *_) = drawn(method, (4, 6), 5)
+    options = {}
     if name == "wudi":  # copies of one task vector interfere: their minimum is the vector itself
-        options = method.options(solver="exact")
-    elif any(f.name == "normalize" for f in fields(method.options)):
-        options = method.options(normalize=True)
-    else:
-        options = method.options()
-    inputs = [ModelTensor(model, build(method.per_model, active=False))] * count_of(method)
-    zero = None if method.schema.base is BasePolicy.MEMBER else base
-    out = method.function(inputs, zero, options, UnitInfo("unit", Role.EXPERT))
+        options = {"solver": "exact"}
+    elif any(spec.name == "normalize" for spec in method.schema.parameters):
+        options = {"normalize": True}
+    models = [model] * count_of(method)
+    out = call(method, models, base, active=False, known=False, **options)
     torch.testing.assert_close(out, model)
 
 
@@ -258,12 +256,12 @@ def test_elementwise_methods_commute_with_cutting(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_do_not_show(name, monkeypatch):
     """The same numbers whether a tensor is walked in one piece or in many."""
-    from moemerge.methods import _arithmetic
+    from moemerge.methods import _tensors
 
     method = METHODS.get(name)
     base, tensors = drawn(method, (16, 24), 8)
     whole = call(method, tensors, base)
-    monkeypatch.setattr(_arithmetic, "CPU_CHUNK", 64)
+    monkeypatch.setattr(_tensors, "CPU_CHUNK", 64)
     torch.testing.assert_close(call(method, tensors, base), whole, rtol=1e-6, atol=1e-7)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moemerge.errors import ConfigError
-from moemerge.methods.elementwise import AwdOptions, common_part
+from moemerge.methods.awd import common_part
 
 
 def normal(*shape, seed=0):
@@ -95,7 +95,7 @@ def test_awd_follows_the_gradient_of_its_objective(merge):
         (gradient,) = torch.autograd.grad(loss, delta)
         delta = (delta - 0.05 * gradient).detach()
     g = torch.stack(vectors) @ torch.stack(vectors).T
-    c = common_part(g, AwdOptions(lr=0.05, steps=25))
+    c = common_part(g, alpha=0.1, lr=0.05, steps=25)
     torch.testing.assert_close(sum(x * t for x, t in zip(c, vectors, strict=True)), scale * delta)
     base = normal(30, seed=20)
     merged = merge("awd", [base + t for t in vectors], base=base, lr=0.05, steps=25)
@@ -127,7 +127,7 @@ def test_magmax_by_hand(merge):
     base = [1.0, 1.0, 1.0, 1.0]
     tensors = [[1.5, 0.0, 1.0, 3.0], [1.5, 3.0, 1.0, -1.0], [-1.0, 2.0, 1.0, 1.0]]
     assert merge("magmax", tensors, base=base).tolist() == [-1.0, 3.0, 1.0, 3.0]
-    halved = merge("magmax", tensors, base=base, lambda_=0.5)
+    halved = merge("magmax", tensors, base=base, **{"lambda": 0.5})
     assert halved.tolist() == [0.0, 2.0, 1.0, 2.0]
 
 
@@ -152,7 +152,7 @@ def test_task_arithmetic_by_hand(merge):
     params = [{"weight": 0.5}, {"weight": 1.5}]
     out = merge(*args, base=[1.0, 1.0], params=params)
     assert out.tolist() == [1 + 0.5 - 1.5, 1 + 1 + 6]
-    out = merge(*args, base=[1.0, 1.0], params=params, normalize=True, lambda_=2.0)
+    out = merge(*args, base=[1.0, 1.0], params=params, normalize=True, **{"lambda": 2.0})
     assert out.tolist() == [1 - 1.0, 1 + 7.0]
 
 
@@ -309,7 +309,7 @@ def test_multislerp_by_hand(merge):
     p = [{"weight": 1.0}, {"weight": 1.0}]
     # directions meet at 45°, mean length (1 + 3) / 2
     close(merge("multislerp", [EAST, [0.0, 3.0]], params=p), at(45, 2.0))
-    close(merge("multislerp", [EAST, [0.0, 3.0]], params=p, normalize=False), at(45, 4.0))
+    close(merge("multislerp", [EAST, [0.0, 3.0]], params=p, normalize_weights=False), at(45, 4.0))
     p = [{"weight": 1.0}, {"weight": math.sqrt(3)}]
     mean = (1 + 3 * math.sqrt(3)) / (1 + math.sqrt(3))
     close(merge("multislerp", [EAST, [0.0, 3.0]], params=p), at(60, mean))

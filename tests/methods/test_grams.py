@@ -5,7 +5,6 @@ import torch
 
 from moemerge.families.roles import Role
 from moemerge.methods.method import UnitStatistics
-from moemerge.methods.regmean import equal_share_ridge
 
 OUT, WIDTH = 5, 7
 
@@ -38,7 +37,7 @@ def test_lot_is_least_squares_for_task_vectors(merge, counts):
     weights = [1.0 + i for i in range(len(xs))]
     merged = merge(
         "lot", [base + t for t in vectors], base=base, statistics=statistics(xs),
-        role=Role.EXPERT, params=[{"weight": w} for w in weights], lambda_=0.7,
+        role=Role.EXPERT, params=[{"weight": w} for w in weights], **{"lambda": 0.7},
     )  # fmt: skip
     shares = [w * s for w, s in zip(weights, shares_of(xs), strict=True)]
     rows = torch.cat([s**0.5 * x for s, x in zip(shares, xs, strict=True)])
@@ -64,10 +63,6 @@ def test_slta_is_least_squares_for_the_coefficients(merge, counts):
 
 
 def test_slta_of_equal_models_shares_equally(merge):
-    a, b = torch.ones(2, 2).double(), torch.ones(2).double()
-    torch.testing.assert_close(equal_share_ridge(a, b, 1e-6), torch.full((2,), 0.5).double())
-    zero = torch.zeros(3, 3).double()
-    assert equal_share_ridge(zero, zero[0], 0.0).tolist() == pytest.approx([1 / 3] * 3)
     base, tau = normal(OUT, WIDTH, seed=9), normal(OUT, WIDTH, seed=1)
     merged = merge("slta", [base + tau] * 2, base=base, statistics=statistics(texts((30, 30))))
     torch.testing.assert_close(merged, base + tau)

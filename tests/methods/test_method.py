@@ -1,57 +1,43 @@
 """The contract of a method, and methods that users bring."""
 
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import pytest
 import torch
 
 import moemerge
 import zoo
-from moemerge.config.parameters import REQUIRED, BasePolicy
+from moemerge.config.parameters import REQUIRED
 from moemerge.errors import ConfigError, UsageError
 from moemerge.families.roles import Role
-from moemerge.methods.method import METHODS, UnitInfo, merge_method, param
+from moemerge.methods.method import METHODS, Param, PerModel, UnitInfo, merge_method
 from processes import interpreter
 
 PLUGIN = """
-from dataclasses import dataclass
-from moemerge.methods.method import BasePolicy, merge_method, param
+from moemerge import merge_method
 
-@dataclass(frozen=True)
-class Options:
-    scale: float = param(1.0, help="factor", minimum=0)
-
-@merge_method("plugged_in", base=BasePolicy.MEMBER, options=Options, elementwise=True)
-def plugged_in(inputs, base, options, unit):
+@merge_method("plugged_in", base="member", elementwise=True)
+def plugged_in(tensors, *, scale: float = 1.0):
     '''The first model, scaled.'''
-    return inputs[0].tensor * options.scale
+    return tensors[0] * scale
 """
-
-
-@dataclass(frozen=True)
-class Weighted:
-    weight: float = param(help="share", minimum=0)
-
-
-@dataclass(frozen=True)
-class Options:
-    lambda_: float = param(2.0, key="lambda", help="factor")
-    kind: str = param("sum", choices=("sum", "first"), help="what to do")
-
-
-@dataclass(frozen=True)
-class Lists:
-    values: list[float] = param(help="no")  # noqa: RUF009
 
 
 @pytest.fixture(scope="module", autouse=True)
 def own_method():
-    @merge_method("own_sum", base=BasePolicy.REQUIRED, per_model=Weighted, options=Options)
-    def own_sum(inputs, base, options, unit):
+    @merge_method("own_sum", base="required")
+    def own_sum(
+        tensors,
+        base,
+        weights: Annotated[PerModel[float], Param("share", minimum=0)],
+        *,
+        lambda_: Annotated[float, Param("factor")] = 2.0,
+        kind: Annotated[Literal["sum", "first"], Param("what to do")] = "sum",
+    ):
         """Weighted sum of the models, or the first."""
-        if options.kind == "first":
-            return inputs[0].tensor
-        return options.lambda_ * sum(i.params.weight * i.tensor for i in inputs)
+        if kind == "first":
+            return tensors[0]
+        return lambda_ * sum(w * t for w, t in zip(weights, tensors, strict=True))
 
     yield
     METHODS._entries.pop("own_sum")
@@ -73,7 +59,7 @@ def test_a_method_of_ones_own_is_checked_and_runs(tmp_path, zoo_folder):
             moemerge.merge({**config, "parameters": wrong, "models": [{"model": str(tuned)}]}, "x")
 
 
-def test_the_schema_is_read_from_the_dataclasses():
+def test_the_schema_is_read_from_the_signature():
     schema = METHODS.get("own_sum").schema
     weight, factor, kind = schema.parameters
     assert (weight.name, weight.per_model, weight.default) == ("weight", True, REQUIRED)
@@ -84,12 +70,15 @@ def test_the_schema_is_read_from_the_dataclasses():
 
 def test_what_cannot_be_registered():
     with pytest.raises(UsageError, match="registered already"):
-        merge_method("linear", base=BasePolicy.MEMBER)(METHODS.get("linear").function)
+        merge_method("linear", base="member")(METHODS.get("linear").function)
     with pytest.raises(UsageError, match="docstring"):
-        merge_method("silent", base=BasePolicy.MEMBER)(lambda *_: None)
+        merge_method("silent", base="member")(lambda tensors: None)
 
-    with pytest.raises(UsageError, match="use float, int, bool or str"):
-        merge_method("lists", base=BasePolicy.MEMBER, options=Lists)(METHODS.get("linear").function)
+    def lists(tensors, values: list[float]):
+        """Use a type that YAML parameters do not have."""
+
+    with pytest.raises(UsageError, match="use float, int, bool, str"):
+        merge_method("lists", base="member")(lists)
 
 
 def test_streams_depend_on_unit_seed_and_salt_alone():

@@ -169,7 +169,7 @@ def test_rows_in_chunks_equal_the_whole(merge, monkeypatch):
     weights = weights_of(2, 50, 6)
     known = [statistics(inputs_of(50, 6, i)) for i in range(2)]
     whole = merge("regmean", weights, statistics=known)
-    monkeypatch.setattr(module, "CPU_SOLVE_ELEMENTS", 40)
+    monkeypatch.setattr(module, "SOLVE_ELEMENTS", 40)
     torch.testing.assert_close(merge("regmean", weights, statistics=known), whole)
 
 

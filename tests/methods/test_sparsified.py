@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from moemerge.errors import ConfigError
-from moemerge.methods.sparsified import DellaParams
 
 
 def task(seed=0):
@@ -144,9 +143,10 @@ def test_a_vector_is_one_row_and_convolutions_have_a_row_per_output(merge):
 
 
 @pytest.mark.parametrize(("density", "epsilon"), [(0.9, 0.15), (0.1, 0.15)])
-def test_impossible_probabilities_are_refused(density, epsilon):
-    with pytest.raises(ConfigError, match=r"outside \[0, 1\]"):
-        DellaParams(weight=1.0, density=density, epsilon=epsilon)
+def test_impossible_probabilities_are_refused(merge, density, epsilon):
+    p = {"weight": 1.0, "density": density, "epsilon": epsilon}
+    with pytest.raises(ConfigError, match=r"w: density .* outside \[0, 1\]"):
+        merge("della", [[1.0]], base=[0.0], params=p)
 
 
 def test_each_model_has_its_own_mask(merge):
@@ -199,7 +199,7 @@ def test_sum_and_election_by_hand(merge):
     # each drops its largest (9, 8) and keeps one: 4 and -3
     out = merge("breadcrumbs", [a, b], base=[0.0] * 3, params=p)
     assert out.tolist() == [-2.0, 0.0, 0.0]
-    out = merge("breadcrumbs", [a, b], base=[0.0] * 3, params=p, normalize=True, lambda_=3.0)
+    out = merge("breadcrumbs", [a, b], base=[0.0] * 3, params=p, normalize=True, **{"lambda": 3.0})
     torch.testing.assert_close(out, torch.tensor([-2.0, 0.0, 0.0]))
     out = merge("breadcrumbs_ties", [a, b], base=[0.0] * 3, params=p)
     assert out.tolist() == [-6.0, 0.0, 0.0]
@@ -225,7 +225,7 @@ def params(density=1.0, weights=(1.0, 3.0)):
 def test_trimmed_by_hand(merge):
     out = merge("ties", [A, B], base=BASE, params=params(0.5))
     assert out.tolist() == [4.0, (-3.0 - 15.0) / 4, 0.0, 6.0]
-    out = merge("ties", [A, B], base=BASE, params=params(0.5), normalize=False, lambda_=0.5)
+    out = merge("ties", [A, B], base=BASE, params=params(0.5), normalize=False, **{"lambda": 0.5})
     assert out.tolist() == [2.0, -9.0, 0.0, 9.0]
 
 

@@ -1,18 +1,11 @@
-"""Methods by singular vectors: tsv, iso_c, iso_cts, opcm, lore, doge, polar factors by products."""
+"""Methods by singular vectors: tsv, iso_c, iso_cts, opcm, lore, doge, polar factors."""
 
 import pytest
 import torch
 
 from moemerge.families.roles import Role
-from moemerge.methods import _spectra
-from moemerge.methods._spectra import (
-    Definite,
-    Spectrum,
-    nearest_orthogonal,
-    orthogonal_sides,
-    polar_factor,
-)
-from moemerge.methods.spectral import _shrunk
+from moemerge.methods._spectra import Spectrum, nearest_orthogonal
+from moemerge.methods.lore import shrunk
 
 SPECTRAL = ["tsv", "iso_c", "iso_cts", "opcm"]
 SHAPES = [(12, 20), (20, 12), (16, 16)]
@@ -50,55 +43,6 @@ def test_the_polar_factor_has_orthonormal_columns_and_takes_doubled_ones_once():
     torch.testing.assert_close(twice @ twice.T, polar(columns) @ polar(columns).T)
 
 
-def spectrum_of(rows, *counts, seed=0):
-    """Spectra with orthonormal sides, so many directions each."""
-    for number, count in enumerate(counts):
-        left, right = (
-            torch.linalg.qr(normal(rows, count, seed=seed + 7 * number + i)).Q for i in (0, 1)
-        )
-        yield Spectrum(left, torch.ones(count, dtype=torch.float64), right)
-
-
-@pytest.mark.parametrize(
-    "counts", [(5, 5), (6, 3), (3, 6), (8, 1, 2), (3, 3, 3), (4,), (9, 0), (1, 1)]
-)
-def test_every_way_to_make_sides_orthogonal_is_the_polar_factor(counts):
-    spectra = list(spectrum_of(12, *counts))
-    for side, found in zip(("left", "right"), orthogonal_sides(spectra), strict=True):
-        expected = polar(torch.cat([getattr(s, side) for s in spectra], dim=1))
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("counts", [(4, 4), (6, 4), (7, 2, 1)])
-def test_sides_that_share_directions_span_them_once(counts):
-    spectra = list(spectrum_of(12, *counts))
-    first, second = spectra[0].left, spectra[1].left
-    second[:, 0] = first[:, 0]  # one direction of both, exactly
-    second[:, 1:] -= second[:, :1] @ (second[:, :1].T @ second[:, 1:])
-    spectra[1] = Spectrum(torch.linalg.qr(second).Q, *(spectra[1].values, spectra[1].right))
-    left, _ = orthogonal_sides(spectra)
-    columns = torch.cat([s.left for s in spectra], dim=1)
-    u, s, vh = torch.linalg.svd(columns, full_matrices=False)
-    torch.testing.assert_close(left, u[:, s > 1e-7] @ vh[s > 1e-7], rtol=1e-7, atol=1e-7)
-
-
-def test_directions_of_very_unlike_strength_are_made_orthogonal_by_their_own_gram():
-    # Found by dividing by 1e-5 of the largest value, one side is orthonormal to 1e-6 alone.
-    u, v = torch.linalg.qr(normal(8, 8)).Q, torch.linalg.qr(normal(8, 8, seed=1)).Q
-    steep = (u * torch.logspace(0, -5, 8, dtype=torch.float64)) @ v.T
-    spectrum = Spectrum.of(steep)
-    assert not spectrum.well_found
-    _, right = orthogonal_sides([spectrum])
-    torch.testing.assert_close(right.T @ right, torch.eye(8, dtype=torch.float64))
-
-
-def test_directions_that_are_not_wanted_are_the_rest_of_a_basis():
-    spectrum = Spectrum.of(normal(5, 9), most=2)
-    basis = torch.cat([spectrum.left, spectrum.rest], dim=1)
-    torch.testing.assert_close(basis.T @ basis, torch.eye(5, dtype=torch.float64))
-    assert Spectrum.of(normal(9, 5), most=2).rest is None
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("n", [2, 3])
 def test_tsv_against_svds(merge, shape, n):
@@ -109,7 +53,7 @@ def test_tsv_against_svds(merge, shape, n):
     v = polar(torch.cat([vh[:k].T for _, _, vh in parts], dim=1))
     s = torch.cat([s[:k] for _, s, _ in parts])
     expected = base + 0.7 * (u * s) @ v.T
-    merged = merge("tsv", [base + t for t in vectors], base=base, lambda_=0.7)
+    merged = merge("tsv", [base + t for t in vectors], base=base, **{"lambda": 0.7})
     torch.testing.assert_close(merged, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -231,7 +175,7 @@ def test_routers_are_linear_layers(merge, name):
     assert not torch.allclose(router, base + sum(vectors) / 2)
 
 
-def shrunk(matrix, mu):
+def by_bisection(matrix, mu):
     """argmin ‖matrix - δ‖² + mu ‖δ‖_*²: every value less mu·n, n the sum that is left."""
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     low, high = 0.0, float(s.sum())
@@ -247,10 +191,10 @@ def test_lore_of_three_models_is_base_and_changes_in_turn(merge):
     tensors = [normal(6, 5, seed=i) for i in range(3)]
     common = sum(tensors) / 3
     for _ in range(4):
-        low_rank = [shrunk(t - common, 0.3) for t in tensors]
+        low_rank = [by_bisection(t - common, 0.3) for t in tensors]
         common = sum(t - d for t, d in zip(tensors, low_rank, strict=True)) / 3
     assert max(int(torch.linalg.matrix_rank(d, rtol=1e-9)) for d in low_rank) < 5
-    merged = merge("lore", tensors, mu=0.3, iterations=4, lambda_=0.7)
+    merged = merge("lore", tensors, mu=0.3, iterations=4, **{"lambda": 0.7})
     torch.testing.assert_close(merged, common + 0.7 * sum(low_rank), rtol=1e-8, atol=1e-8)
 
 
@@ -259,7 +203,7 @@ def test_lore_minimises_its_objective(merge):
     mu = 0.05
 
     target = tensors[0]
-    best = _shrunk(target, mu)
+    best = shrunk(target, mu)
     value = ((best - target) ** 2).sum() + mu * torch.linalg.svdvals(best).sum() ** 2
     for seed in range(20):
         other = best + 1e-3 * normal(6, 5, seed=100 + seed)
@@ -304,103 +248,3 @@ def test_doge_keeps_the_largest_elements_of_each_model(merge):
     a, b = torch.tensor([[3.0, 0.0], [4.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     merged = merge("doge", [a, b], base=torch.zeros(2, 2), steps=0, density=0.25)
     torch.testing.assert_close(merged, torch.tensor([[0.0, 0.07], [0.07 * 4 / 5, 0.0]]))
-
-
-POLAR_SHAPES = [(12, 20), (20, 12), (16, 16), (1, 7), (7, 1)]
-METHODS = {"tsv": {}, "iso_c": {}, "iso_cts": {}, "wudi": {"solver": "exact"}}
-
-
-@pytest.fixture
-def anywhere(monkeypatch):
-    """Products wherever they may be taken, as on a GPU."""
-    monkeypatch.setattr(_spectra, "PRODUCTS_ON", {"cpu", "cuda"})
-    monkeypatch.setattr(_spectra, "FEWEST", 1)
-
-
-def with_values(shape, values, seed=0):
-    """A matrix with these singular values, and its polar factor."""
-    u, v = (torch.linalg.qr(normal(n, len(values), seed=seed + n)).Q for n in shape)
-    return (u * values) @ v.T, u @ v.T
-
-
-@pytest.mark.parametrize("shape", POLAR_SHAPES)
-@pytest.mark.parametrize("smallest", [1.0, 0.1, 1e-3, 1e-5])
-def test_the_polar_factor_is_that_of_the_singular_value_decomposition(shape, smallest):
-    count = min(shape)
-    values = torch.logspace(0, torch.tensor(smallest).log10(), count, dtype=torch.float64)
-    matrix, expected = with_values(shape, 3e-3 * values)
-    found = polar_factor(matrix)
-    assert found is not None
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 16)])
-def test_what_may_lack_a_direction_is_left_to_a_decomposition(shape):
-    count = min(shape)
-    low = torch.ones(count, dtype=torch.float64)
-    low[-1] = 1e-6  # where the rank is cut
-    assert polar_factor(with_values(shape, low)[0]) is None
-    low[-1] = 0
-    assert polar_factor(with_values(shape, low)[0]) is None
-    assert polar_factor(torch.zeros(shape)) is None
-    assert polar_factor(torch.ones(shape)) is None
-    assert polar_factor(torch.full(shape, torch.nan)) is None
-    assert polar_factor(torch.full(shape, torch.inf)) is None
-
-
-@pytest.mark.parametrize("shape", [(12, 20), (16, 16), (3, 3), (1, 4)])
-def test_bounds_hold_the_singular_values(shape):
-    matrix = normal(*shape)
-    values = torch.linalg.svdvals(matrix)
-    known = Definite.of(matrix @ matrix.T)
-    assert 0 < known.least <= values[-1] * (1 + 1e-9)
-    assert known.most >= values[0] * (1 - 1e-9)
-    assert known.least >= values[-1] / shape[0] ** 0.5 * (1 - 1e-9)
-    right = normal(5, shape[0], seed=1)
-    torch.testing.assert_close(known.solve(right) @ (matrix @ matrix.T), right)
-
-
-@pytest.mark.parametrize("halvings", [1, 2, 5, 12, 20, 25])
-def test_steps_take_every_value_to_one(halvings):
-    x = torch.logspace(-halvings, 0, 5001, base=2, dtype=torch.float64)
-    for a, b, c in _spectra._steps(halvings):
-        x = a * x + b * x**3 + c * x**5
-    torch.testing.assert_close(x, torch.ones_like(x), rtol=0, atol=1e-14)
-
-
-def models_of(shape, kind):
-    """Base and models; `equal`, `opposite` and `rank one` leave directions out."""
-    base, a, b = (normal(*shape, seed=s, dtype=torch.float32) for s in (9, 0, 1))
-    one = normal(shape[0], 1, seed=2).float() @ normal(1, shape[1], seed=3).float()
-    changes = {
-        "unlike": (a, b),
-        "equal": (a, a),
-        "opposite": (a, -a),
-        "rank one": (one, one),
-        "one and many": (one, b),
-        "steep": (with_values(shape, 10.0 ** -torch.arange(min(shape)).double())[0].float(), b),
-        "zeros": (torch.zeros(shape), torch.zeros(shape)),
-    }[kind]
-    return base, [base + 0.1 * change for change in changes]
-
-
-@pytest.mark.parametrize("shape", POLAR_SHAPES)
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize(
-    "kind", ["unlike", "equal", "opposite", "rank one", "one and many", "steep", "zeros"]
-)
-def test_methods_give_the_same_by_products(merge, anywhere, monkeypatch, name, shape, kind):
-    base, tensors = models_of(shape, kind)
-    by_products = merge(name, tensors, base=base, **METHODS[name])
-    monkeypatch.setattr(_spectra, "PRODUCTS_ON", frozenset())
-    decomposed = merge(name, tensors, base=base, **METHODS[name])
-    assert by_products.dtype == base.dtype
-    torch.testing.assert_close(by_products, decomposed, rtol=1e-5, atol=1e-6)
-
-
-def test_a_wide_update_takes_the_way_of_products(merge, anywhere, monkeypatch):
-    """Not the other one by mistake: without eigenvectors it still works."""
-    base, tensors = models_of((12, 20), "unlike")
-    expected = merge("iso_c", tensors, base=base)
-    monkeypatch.delattr(torch.linalg, "eigh")
-    assert torch.equal(merge("iso_c", tensors, base=base), expected)

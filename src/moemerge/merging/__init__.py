@@ -3,7 +3,7 @@
 from moemerge import methods as methods  # registers the methods
 from moemerge.merging.run import MergeJob, plan_merge, run_merge, write_placeholder
 from moemerge.methods.method import METHODS, load_plugins, merge_method
-from moemerge.methods.wrapper import WRAPPERS, merge_wrapper
+from moemerge.methods.wrappers import WRAPPERS, merge_wrapper
 
 __all__ = [
     "METHODS",

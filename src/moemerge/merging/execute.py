@@ -8,18 +8,16 @@ does not depend on the order or on the number of workers.
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moemerge.checkpoint.requantise import QuantisingWriter
 from moemerge.checkpoint.tensors import RowRange
-from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, ResourceError
 from moemerge.merging.coefficients import neuron_shares
 from moemerge.merging.finite import FiniteCheck
@@ -29,18 +27,15 @@ from moemerge.merging.plan import (
     MergeBlock,
     MergePlan,
     NeuronScale,
-    UnitInput,
     UnitMerge,
     in_rows,
 )
 from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
-from moemerge.methods._sparsify import Deltas, Run
-from moemerge.methods._task_vectors import flat_difference
-from moemerge.methods.method import ModelTensor, StoppedError, UnitInfo
-from moemerge.methods.wrapper import around
+from moemerge.methods._tensors import rows_and_columns
+from moemerge.methods.method import Blocks, StoppedError, UnitInfo
+from moemerge.methods.wrappers import Inner
 from moemerge.runtime.devices import OwnStream, cpu_count, is_out_of_memory, prepare_for_threads
-from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.process import reuse_freed_memory, thread_pool
 from moemerge.runtime.progress import Progress
@@ -216,102 +211,70 @@ class _Runner:
 
     def _merge_run(self, block: MergeBlock, merge: UnitMerge, large: LargeUnit) -> Tensor:
         """Merge some rows of a large unit. The first call surveys the whole unit."""
-        in_runs, unit = merge.method.in_runs, self._unit(merge)
-        assert in_runs is not None
         assert block.rows is not None
+        unit = self._unit(merge)
         with large.lock:
-            if large.surveys is None:
-                large.surveys = [
-                    in_runs.survey(
-                        self._deltas(large, position), source.params, merge.options, position, unit
-                    )
-                    for position, source in enumerate(merge.inputs)
-                ]
-        inputs, base = self._run_inputs(merge, merge.inputs)
-        start = block.rows[0] * math.prod(block.shape[1:])
-        number = large.runs.index(block.rows)
-        result = in_runs.run(inputs, base, merge.options, large.surveys, number, start)
+            if large.keeps is None:
+                shape = large.merge.unit.shape
+                large.keeps = merge.method.survey(
+                    self._differences(large), len(merge.inputs), shape, merge.arguments, unit
+                )
+        *tensors, base = self._run_inputs(merge)
+        first = block.rows[0]
+        result = merge.method.merge_rows(tensors, base, merge.arguments, unit, large.keeps, first)
         return result.to("cpu", self.dtypes[block.tensor])
 
-    def _deltas(self, large: LargeUnit, position: int) -> Deltas:
-        merge, shape = large.merge, large.merge.unit.shape
-        columns = math.prod(shape[1:])
+    def _differences(self, large: LargeUnit) -> Blocks:
+        """Return the task vectors of a large unit's models, some rows at a time."""
 
-        def runs() -> Iterator[Run]:
-            for number, rows in enumerate(large.runs):
+        def blocks(i: int) -> Iterator[Tensor]:
+            for rows in large.runs:
                 if self.stopped.is_set():
                     raise StoppedError
-                part = in_rows(merge, rows)
-                (model,), base = self._run_inputs(part, part.inputs[position : position + 1])
-                yield Run(number, rows[0] * columns, flat_difference(model.tensor, base))
+                part = in_rows(large.merge, rows)
+                tensor, base = self._run_inputs(replace(part, inputs=part.inputs[i : i + 1]))
+                yield (tensor - base).view(rows_and_columns(base.shape))
 
-        return Deltas(shape, self._wide_dtype(merge), runs)
+        return blocks
 
-    def _run_inputs(
-        self, merge: UnitMerge, sources: Sequence[UnitInput]
-    ) -> tuple[list[ModelTensor], Tensor]:
-        """Read some models' rows of a unit, and the base's."""
-        assert merge.base is not None
-        base, *tensors = (
-            self._widen(self._read(s.model, s.tensor, s.slot.rows)) for s in (merge.base, *sources)
-        )
-        inputs = [
-            ModelTensor(_scaled(tensor, base, s.scale), s.params)
-            for tensor, s in zip(tensors, sources, strict=True)
-        ]
-        return inputs, base
+    def _run_inputs(self, merge: UnitMerge) -> list[Tensor]:
+        """Read the models' rows of a unit, then the base's."""
+        reads = [self._read(s.model, s.tensor, s.slot.rows) for s in merge.reads]
+        *tensors, base = map(self._widen, reads)
+        scales = [source.scale for source in merge.inputs]
+        return [*(_scaled(x, base, s) for x, s in zip(tensors, scales, strict=True)), base]
 
     def _unit(self, merge: UnitMerge) -> UnitInfo:
-        key = merge.unit.key
+        key, models = merge.unit.key, tuple(source.model for source in merge.inputs)
         remark = functools.partial(self.remarks.add, key)
-        return UnitInfo(key, merge.unit.role, self.plan.seed, self.stopped.is_set, remark)
+        return UnitInfo(key, merge.unit.role, self.plan.seed, models, self.stopped.is_set, remark)
 
     def _apply(self, merge: UnitMerge, unit: UnitInfo, stored: Sequence[Tensor]) -> Tensor:
-        """Return the method's result for tensors in their stored dtype."""
+        """Return the method's result, inside the wrappers, for tensors in their stored dtype."""
         tensors = [self._widen(tensor) for tensor in stored]
         if merge.prepare is not None:
             tensors = merge.prepare(tensors)
+        base = None if merge.base is None else tensors[-1]
         kind = merge.method.schema.statistics
-        inputs = [
-            ModelTensor(
-                _scaled(tensor, tensors[-1], source.scale),
-                source.params,
-                source.model,
-                read_statistics(self.plan, merge, source, tensor, unit, kind),
-            )
-            for tensor, source in zip(tensors, merge.inputs, strict=False)
-        ]
-        if merge.base is None:
-            return merge.method.apply(inputs, None, merge.options, unit)
-        result = self._wrapped(merge, merge.base, inputs, tensors[-1], unit)
+        inputs, statistics = [], []
+        for tensor, source in zip(tensors, merge.inputs, strict=False):
+            inputs.append(tensor if base is None else _scaled(tensor, base, source.scale))
+            statistics.append(read_statistics(self.plan, merge, source, tensor, unit, kind))
+
+        def method(inputs: Sequence[Tensor], base: Tensor | None) -> Tensor:
+            return merge.method.merge(inputs, base, merge.arguments, unit, statistics)
+
+        if merge.base is None or base is None:
+            return method(inputs, None)
+        inner: Inner = method
+        for wrapper, arguments in merge.wraps:
+            kind = wrapper.schema.statistics
+            known = read_statistics(self.plan, merge, merge.base, base, unit, kind)
+            inner = wrapper.around(inner, arguments, unit, known)
+        result = inner(inputs, base)
         if self.keeper is not None:
-            self.keeper.keep(merge, tensors, tensors[-1], result)
+            self.keeper.keep(merge, tensors, base, result)
         return result
-
-    def _wrapped(
-        self,
-        merge: UnitMerge,
-        source: UnitInput,
-        inputs: Sequence[ModelTensor],
-        base: Tensor,
-        unit: UnitInfo,
-    ) -> Tensor:
-        """Return the method's result, inside the wrappers if there are any."""
-
-        def method(inputs: Sequence[ModelTensor], base: Tensor) -> Tensor:
-            return merge.method.apply(inputs, base, merge.options, unit)
-
-        def base_as(kind: StatisticsKind | None) -> ModelTensor:
-            statistics = read_statistics(self.plan, merge, source, base, unit, kind)
-            return ModelTensor(base, None, source.model, statistics)
-
-        return around(method, merge.wraps, base_as, unit)(inputs, base)
-
-    def _wide_dtype(self, merge: UnitMerge) -> torch.dtype:
-        models = self.plan.models
-        stored = [models[s.model].checkpoint.tensors[s.tensor].dtype for s in merge.reads]
-        dtypes = [self.plan.input_dtype or dtype for dtype in stored]
-        return torch.float64 if Dtype.FLOAT64 in dtypes else torch.float32
 
     def _widen(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the device, in the precision that methods use."""

@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from moemerge.checkpoint import Checkpoint, TensorInfo
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
@@ -26,8 +26,9 @@ from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError
 from moemerge.families.opened import OpenModel
 from moemerge.families.roles import WHOLE, Slot, Unit
-from moemerge.methods.method import MergeMethod
-from moemerge.methods.wrapper import Wrap
+from moemerge.methods._sparsify import Keep
+from moemerge.methods.method import Arguments, MergeMethod
+from moemerge.methods.wrappers import MergeWrapper
 from moemerge.runtime.dtypes import Dtype
 from moemerge.statistics.file import Statistics
 
@@ -38,10 +39,9 @@ if TYPE_CHECKING:
 TEMPORARIES = 4
 # Elementwise methods process tensors in runs of about this many elements (16 MB in float32).
 RUN_ELEMENTS = 2**22
-# Methods with `in_runs` do so for larger tensors than this. Their runs hold whole chunks
-# (`methods._arithmetic`), so that sums over a tensor are added in the same order.
+# Methods that drop elements of whole task vectors do so for larger tensors than this, after passes
+# over all rows.
 LARGE_ELEMENTS = 2**24
-CHUNK_ELEMENTS = 2**18
 
 Prepare = Callable[[Sequence["Tensor"]], list["Tensor"]]
 
@@ -57,12 +57,11 @@ class NeuronScale:
 
 @dataclass(frozen=True)
 class UnitInput:
-    """One model's stored unit, and the method's parameters for it."""
+    """One model's stored unit."""
 
     model: str  # key of MergePlan.models
     tensor: str
     slot: Slot
-    params: Any = None
     statistics: str | None = None  # the unit's key in this model's statistics, if they are used
     # Factor on the change from the base, if the method has no weights or neurons have their own.
     scale: float | NeuronScale = 1.0
@@ -74,12 +73,12 @@ class UnitMerge:
 
     unit: Unit
     method: MergeMethod
-    options: Any
+    arguments: Arguments  # of the method, from its parameters in the config
     inputs: tuple[UnitInput, ...]
     base: UnitInput | None
     # Maps tensors of different vocabularies to one shape; called with the inputs, then the base.
     prepare: Prepare | None = None
-    wraps: tuple[Wrap, ...] = ()  # innermost first
+    wraps: tuple[tuple[MergeWrapper, Arguments], ...] = ()  # innermost first
     whole: bool = False  # never split into runs
     large: LargeUnit | None = None  # the unit of which this merges some rows
 
@@ -99,7 +98,7 @@ class UnitMerge:
     def of(self, unit: Unit) -> UnitMerge:
         """Return the same merge of another whole tensor that all models store alike."""
         key = None if self.inputs[0].statistics is None else unit.key
-        reads = [UnitInput(s.model, unit.tensor, WHOLE, s.params, key, s.scale) for s in self.reads]
+        reads = [UnitInput(s.model, unit.tensor, WHOLE, key, s.scale) for s in self.reads]
         return replace(
             self,
             unit=unit,
@@ -126,7 +125,7 @@ class LargeUnit:
 
     merge: UnitMerge
     runs: tuple[RowRange, ...]
-    surveys: Sequence[Any] | None = None
+    keeps: Sequence[Keep] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -168,9 +167,11 @@ def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[Mer
         if first.method.elementwise:
             yield from _runs(info, first, _run_rows(info))
             return
-        if _is_large(first) and info.rows > (step := _large_step(info)):
-            large = LargeUnit(first, tuple(filter(None, _row_ranges(info, step))))
-            yield from _runs(info, replace(first, large=large), step)
+        step = _run_rows(info)
+        large = first.method.in_rows and math.prod(first.unit.shape) > LARGE_ELEMENTS
+        if large and info.rows > step:
+            unit = LargeUnit(first, tuple(filter(None, _row_ranges(info, step))))
+            yield from _runs(info, replace(first, large=unit), step)
             return
     by_rows: dict[RowRange | None, list[UnitMerge]] = defaultdict(list)
     for merge in merges:
@@ -189,20 +190,6 @@ def copy_in_blocks(info: TensorInfo, source: UnitInput) -> Iterator[MergeBlock]:
     """Copy a tensor, a large one in runs of rows."""
     for rows in _row_ranges(info, _run_rows(info)):
         yield MergeBlock(info.name, rows, info.block_shape(rows), (), copy=source)
-
-
-def _is_large(merge: UnitMerge) -> bool:
-    """Return whether a method with `in_runs` merges the unit in runs."""
-    if merge.method.in_runs is None or merge.base is None:
-        return False
-    return len(merge.unit.shape) > 1 and math.prod(merge.unit.shape) > LARGE_ELEMENTS
-
-
-def _large_step(info: TensorInfo) -> int:
-    """Return the number of rows of a run: the smallest that holds whole chunks only."""
-    columns = math.prod(info.shape[1:])
-    whole = CHUNK_ELEMENTS // math.gcd(columns, CHUNK_ELEMENTS)  # fewest rows that fill chunks
-    return -(-_run_rows(info) // whole) * whole
 
 
 def _run_rows(info: TensorInfo) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from moemerge.checkpoint import TensorInfo
@@ -33,8 +33,8 @@ from moemerge.merging.plan import (
     split_into_blocks,
 )
 from moemerge.merging.tokenizer.embeddings import Vocabularies
-from moemerge.methods.method import METHODS, MergeMethod, UnitInfo, yaml_key
-from moemerge.methods.wrapper import WRAPPERS, Wrap
+from moemerge.methods.method import METHODS, Arguments, MergeMethod
+from moemerge.methods.wrappers import WRAPPERS, MergeWrapper
 from moemerge.runtime.dtypes import parse_dtype
 
 Planned = tuple[TensorInfo, list[MergeBlock]]  # an output tensor and its blocks
@@ -79,8 +79,7 @@ class Planner:
         self.ledger = Ledger()
         self.missing: dict[tuple[str, str], list[str]] = defaultdict(list)
         self.names: dict[str, set[str]] = defaultdict(set)  # role -> names of merged tensors
-        self._params: dict[tuple[Any, ...], Any] = {}
-        self._weighed: set[tuple[Any, ...]] = set()
+        self._arguments: dict[tuple[Any, ...], Arguments] = {}
         self._kinds = PlannedKinds(self.index)
         filtered = any(
             r.has_filters for r in (merge.reader, merge.router_reader, *merge.wraps) if r
@@ -243,18 +242,16 @@ class Planner:
         informed = method.schema.statistics is not None
         wrapped = self.merge.wraps if method is self.method else ()
 
-        def source(
-            s: SliceModel, params: Any = None, scale: float | NeuronScale = 1.0
-        ) -> UnitInput:
+        def source(s: SliceModel, scale: float | NeuronScale = 1.0) -> UnitInput:
             mine = matches[s.name][i]
             key = mine.key if informed or wrapped else None
-            return UnitInput(s.name, mine.tensor, mine.slot, params, key, scale)
+            return UnitInput(s.name, mine.tensor, mine.slot, key, scale)
 
         placed = self._placed(unit, info, to)
         tensor = TensorContext(to.slice_index, placed.names, role, to.t)
         names = self.names[role]
         names.update(tensor.names)
-        inputs = []
+        inputs, given = [], []
         models, base = merge_slice.seen_by(method.schema)
         for s in models:
             mine, context = matches[s.name][i], tensor
@@ -266,11 +263,11 @@ class Planner:
                 values = reader.values(context, s.name)
             else:
                 values, scale = self.weighing.values(reader, context, s.name, mine)
-            inputs.append(source(s, self._build(method.per_model, values), scale))
-        options = self._build(method.options, reader.values(tensor))
-        self._check_weights(method, [u.params for u in inputs], options, placed)
+            inputs.append(source(s, scale))
+            given.append(values)
+        arguments = self._shared(method, given, reader.values(tensor), placed)
         if not (wrapped or self.whole or self.vocabularies.spans(unit)):
-            base = method.base_of(options, base)
+            base = method.base_of(arguments, base)
         prepare = None
         if self.vocabularies.spans(unit):
             order = [s.name for s in (*models, *([] if base is None else [base]))]
@@ -279,12 +276,12 @@ class Planner:
         return UnitMerge(
             unit=placed,
             method=method,
-            options=options,
+            arguments=arguments,
             inputs=tuple(inputs),
             base=None if base is None else source(base),
             prepare=prepare,
             wraps=tuple(
-                Wrap(wrapper, self._build(wrapper.options, reader.values(tensor)))
+                (wrapper, self._shared(wrapper, [], reader.values(tensor), placed))
                 for reader in wrapped
                 for wrapper in [WRAPPERS.get(reader.schema.name)]
             ),
@@ -297,21 +294,18 @@ class Planner:
             return self.router_method, reader
         return self.method, self.merge.reader
 
-    def _build(self, cls: type, values: Mapping[str, Any]) -> Any:
-        """Return the parameter object. Tensors with equal values share one object."""
-        key = (cls, *values.values())
-        if key not in self._params:
-            self._params[key] = cls(**{f.name: values[yaml_key(f)] for f in fields(cls)})
-        return self._params[key]
-
-    def _check_weights(
-        self, method: MergeMethod, params: Sequence[Any], options: Any, unit: Unit
-    ) -> None:
-        """Refuse invalid weights before a tensor is read. Equal weights are checked once."""
-        key = (method.name, options, *params)
-        if method.weights is not None and key not in self._weighed:
-            method.weights(params, options, UnitInfo(unit.key, unit.role))
-            self._weighed.add(key)
+    def _shared(
+        self,
+        what: MergeMethod | MergeWrapper,
+        models: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        unit: Unit,
+    ) -> Arguments:
+        """Return the function's arguments. Units with equal values share one object."""
+        key = (what.schema.name, *(v for m in (*models, options) for v in m.values()))
+        if key not in self._arguments:
+            self._arguments[key] = what.arguments(models, options, unit.key)
+        return self._arguments[key]
 
     def _placed(self, unit: Unit, info: TensorInfo, to: Destination) -> Unit:
         """Return the reference model's unit under its output name."""

@@ -1,63 +1,139 @@
-"""The interface of a merge method, and the registry of methods.
+"""A merge method is a function of tensors. This module registers it and merges units with it.
 
-A method is a function of tensors and numbers::
-
-    @merge_method("mine", base=BasePolicy.REQUIRED, per_model=Weighted, options=MyOptions)
-    def mine(inputs, base, options, unit):
+    @merge_method("ties", base="required", sparsify=largest)
+    def ties(deltas, weights: Weight, *, density: Density = 1.0, lambda_: Lambda = 1.0):
         '''One line that `moemerge ls methods` shows.'''
-        return base + sum(i.params.weight * (i.tensor - base) for i in inputs)
+        return lambda_ * elected_sum(deltas, weights)
 
-`inputs` are in the config's order and in float32 (or wider). Matrices have the layout (out, in).
-The result has their shape. Parameters are frozen dataclasses with fields made by `param`.
+The function gets what its arguments name:
+
+    tensors     the models' tensors in float32 or wider, as (out, in); not to be changed
+    deltas      or their task vectors θ_i - θ_0, to which the base is added afterwards
+    base        the base's tensor
+    statistics  each model's statistics of the unit
+    unit        the unit's key, role and models; a source of seeds; remarks for the report
+
+All other arguments are parameters of the method. Their type hints and defaults are what a config is
+checked against. `PerModel` ones are lists with one value for each model.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import entry_points
-from types import UnionType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from moemerge.config.parameters import (
     REQUIRED,
+    BasePolicy,
     MethodSchema,
     MethodTime,
     ParameterSpec,
-    Required,
-    Scalar,
     StatisticsKind,
 )
-from moemerge.config.parameters import BasePolicy as BasePolicy  # methods take it from here
 from moemerge.errors import ConfigError, MoeMergeError, UsageError, in_one_line
 from moemerge.families.roles import Role
+from moemerge.methods._sparsify import Keep, TaskVector
+from moemerge.methods._tensors import average, row_chunks, rows_and_columns, shares, weighted_sum
 from moemerge.registry import Registry
 from moemerge.runtime.devices import is_out_of_memory
+from moemerge.runtime.lazy import torch
 from moemerge.statistics.file import UnitStatistics as UnitStatistics
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moemerge.methods._sparsify import Sparsified
+# --- declarations of parameters -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class NoParams:
-    """Parameters of a method that has none."""
+class Param:
+    """The help text and limits of a parameter: `Annotated[float, Param("…", minimum=0)]`."""
+
+    help: str = ""
+    minimum: float = -math.inf
+    maximum: float = math.inf
+    above: float | None = None  # an exclusive minimum
 
 
-@dataclass(frozen=True)
-class ModelTensor:
-    """One model's tensor with its parameters for this unit."""
+T = TypeVar("T")
+PerModel: TypeAlias = Any | Sequence[T]  # one value for each model; a default is that of all
+Tensors: TypeAlias = Sequence["Tensor"]
 
-    tensor: Tensor
-    params: Any  # an instance of the method's `per_model` dataclass
-    name: str = ""
-    statistics: UnitStatistics | None = None  # None: the method or the unit has none
+Weight = Annotated[PerModel[float], Param("this model's share of the sum")]
+ErrorWeight = Annotated[PerModel[float], Param("how much this model's errors count", minimum=0)]
+Density = Annotated[
+    PerModel[float],
+    Param("fraction of the task vector's elements that is kept", minimum=0, maximum=1),
+]
+Lambda = Annotated[float, Param("factor on the merged task vector")]
+Normalize = Annotated[bool, Param("divide by the sum of the weights")]
+Ignored = Annotated[bool, Param("accepted for mergekit's configs; has no effect here")]
+
+DATA = frozenset({"tensors", "deltas", "base", "statistics", "unit", "inner"})
+
+
+def specifications(function: Callable[..., Any]) -> dict[str, ParameterSpec]:
+    """Return the parameters of a function by argument. `lambda_` and `weights` lose their ends."""
+    hints = get_type_hints(function, localns={"Tensor": Any}, include_extras=True)
+    found = {}
+    for name, argument in inspect.signature(function).parameters.items():
+        if name in DATA:
+            continue
+        info, hint = Param(), hints.get(name)
+        if get_origin(hint) is Annotated:
+            hint, info = get_args(hint)[:2]
+        several = [part for part in get_args(hint) if get_origin(part) is Sequence]
+        if several:
+            [hint] = get_args(several[0])
+        union = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        [kind, *more] = [part for part in union if part is not NoneType]
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        if more or not (choices or kind in (float, int, bool, str)):
+            raise UsageError(
+                f"argument {name!r} of {function.__name__} has type {hints.get(name)}",
+                hint="use float, int, bool, str or Literal, optionally with `| None`",
+            )
+        required = argument.default is inspect.Parameter.empty
+        found[name] = ParameterSpec(
+            name="weight" if name == "weights" else name.rstrip("_"),
+            type=str if choices else kind,
+            default=REQUIRED if required else argument.default,
+            per_model=bool(several),
+            help=info.help,
+            minimum=info.minimum if info.above is None else info.above,
+            maximum=info.maximum,
+            exclusive_minimum=info.above is not None,
+            choices=choices,
+        )
+    return found
+
+
+def summary_of(function: Callable[..., Any], what: str) -> str:
+    summary = (function.__doc__ or "").strip().split("\n")[0]
+    if not summary:
+        raise UsageError(f"{what} needs a docstring: its first line is shown")
+    return summary
+
+
+# --- the unit that is merged ----------------------------------------------------------------------
 
 
 class StoppedError(Exception):
@@ -84,6 +160,7 @@ class UnitInfo:
     key: str
     role: Role
     seed: int = 0
+    models: tuple[str, ...] = ()  # their names, in order
     stopped: Callable[[], bool] = lambda: False
     remark: Callable[[Remark, Facts], None] = lambda remark, facts: None  # adds to the report
 
@@ -102,12 +179,35 @@ class UnitInfo:
         return int.from_bytes(digest, "little") >> 1
 
 
-AnyBase = TypeVar("AnyBase")
+# Matrices that are not linear layers: rows are looked up or scaled, not multiplied with inputs.
+NOT_LINEAR = frozenset({Role.NORM, Role.EMBEDDING, Role.HEAD})
 
-# The base is a Tensor if the method requires one, else `Tensor | None`.
-MergeFunction = Callable[[Sequence[ModelTensor], Any, Any, UnitInfo], "Tensor"]
-# (each model's parameters, options, unit) -> each model's weight
-WeightsFunction = Callable[[Sequence[Any], Any, UnitInfo], Sequence[float]]
+
+def is_linear(tensor: Tensor, unit: UnitInfo) -> bool:
+    return tensor.dim() == 2 and tensor.numel() > 0 and unit.role not in NOT_LINEAR
+
+
+def is_unchanged(tensor: Tensor, base: Tensor) -> bool:
+    """Return whether the tensors are equal, or one is the other rounded to a narrower dtype.
+
+    Experts that no token reached in fine-tuning keep the base's weights, up to rounding to the
+    stored dtype. Methods that normalise would amplify this rounding error.
+    """
+    if torch.equal(tensor, base):
+        return True
+    for dtype in (torch.bfloat16, torch.float16):
+        a, b = tensor.to(dtype), base.to(dtype)
+        if torch.equal(a, b) and (
+            torch.equal(a.to(tensor.dtype), tensor) or torch.equal(b.to(base.dtype), base)
+        ):
+            return True
+    return False
+
+
+# --- methods --------------------------------------------------------------------------------------
+
+Arguments = Mapping[str, Any]
+Blocks = Callable[[int], Iterator["Tensor"]]  # a model's task vector, some rows at a time
 
 
 @dataclass(frozen=True)
@@ -115,39 +215,151 @@ class MergeMethod:
     """A registered method: its function and its declaration."""
 
     schema: MethodSchema
-    function: MergeFunction
-    per_model: type
-    options: type
-    elementwise: bool  # may run on stacks and on slices of a tensor
-    weights: WeightsFunction | None = None  # refuses invalid ones
-    in_runs: Sparsified | None = None  # for units that are too large for memory
+    function: Callable[..., Tensor]
+    parameters: Mapping[str, ParameterSpec]  # by argument
+    wants: Collection[str]  # which of `DATA` it gets
+    elementwise: bool = False
+    sparsify: Callable[..., Keep] | None = None
+    linear_layers: bool = False
+    base_if: tuple[str, str] | None = None
+    check: Callable[..., object] | None = None
 
     @property
     def name(self) -> str:
         return self.schema.name
 
-    def base_of(self, options: Any, base: AnyBase | None) -> AnyBase | None:
-        """Return the base if the method uses its weights, else None.
+    @property
+    def in_rows(self) -> bool:
+        """Return whether some rows of a unit can be merged alone."""
+        return self.elementwise or self.sparsify is not None
 
-        A method whose base only provides the config may have an option that needs the weights.
-        `needs_base` of the options then names that option.
+    def arguments(
+        self, models: Sequence[Mapping[str, Any]], options: Mapping[str, Any], key: str
+    ) -> Arguments:
+        """Return the function's arguments from each model's and the common parameters in YAML.
+
+        Raises `ConfigError` if they do not fit together.
         """
+        found = arguments_of(self.parameters, models, options)
+        if self.check is not None:
+            try:
+                self.check(**found)
+            except ConfigError as error:
+                raise ConfigError(f"{key}: {error.message}", hint=error.hint) from None
+        return found
+
+    def base_of(self, arguments: Arguments, base: T | None) -> T | None:
+        """Return the base if the method uses its weights, else None."""
         if self.schema.base is not BasePolicy.DONOR:
             return base
-        why = getattr(options, "needs_base", None)
-        if why is not None and base is None:
+        if self.base_if is None or arguments[self.base_if[0]] != self.base_if[1]:
+            return None
+        if base is None:
+            why = f"`{self.base_if[0]}: {self.base_if[1]}`"
             raise ConfigError(f"merge method {self.name!r} needs a base_model for {why}")
-        return None if why is None else base
+        return base
 
-    def apply(
-        self, inputs: Sequence[ModelTensor], base: Tensor | None, options: Any, unit: UnitInfo
+    def merge(
+        self,
+        tensors: Tensors,
+        base: Tensor | None,
+        arguments: Arguments,
+        unit: UnitInfo,
+        statistics: Sequence[UnitStatistics | None] = (),
+    ) -> Tensor:
+        """Merge a whole unit."""
+        tensors = [tensor.contiguous() for tensor in tensors]
+        base = None if base is None else base.contiguous()
+        like = tensors[0] if base is None else base
+        if not like.numel():
+            return like.clone()
+        if self.schema.statistics is not None and not _complete(statistics, unit):
+            weights = arguments.get("weights")
+            return weighted_sum(tensors, shares(weights)) if weights else average(tensors)
+        if self.linear_layers:
+            assert base is not None
+            others, arguments = arguments["others"], {**arguments}
+            del arguments["others"]
+            if not is_linear(base, unit):
+                return average(tensors) if others == "average" else base.clone()
+            tensors = [tensor for tensor in tensors if not is_unchanged(tensor, base)]
+            if not tensors:
+                return base.clone()
+        if self.in_rows:
+            keeps: Sequence[Keep] = ()
+            if self.sparsify is not None:
+                assert base is not None
+                blocks = _differences(tensors, base)
+                keeps = self.survey(blocks, len(tensors), base.shape, arguments, unit)
+            return self.merge_rows(tensors, base, arguments, unit, keeps)
+        data = {"tensors": tensors, "base": base, "statistics": statistics, "unit": unit}
+        if "deltas" in self.wants:
+            assert base is not None
+            data["deltas"] = [tensor - base for tensor in tensors]
+        merged = self._call(data, arguments, like.shape, unit)
+        if base is not None and "deltas" in self.wants:
+            merged = base + merged
+        return merged.to(like.dtype).contiguous()
+
+    def merge_rows(
+        self,
+        tensors: Tensors,
+        base: Tensor | None,
+        arguments: Arguments,
+        unit: UnitInfo,
+        keeps: Sequence[Keep],
+        first: int = 0,
+    ) -> Tensor:
+        """Merge some rows of a unit, of which `first` is the first. `keeps` are from `survey`."""
+        like = tensors[0] if base is None else base
+        rows, columns = rows_and_columns(like.shape)
+        flats = [tensor.reshape(-1) for tensor in tensors]
+        origin, out = like.reshape(-1), torch.empty(like.numel(), dtype=like.dtype).to(like.device)
+        for at in row_chunks(rows, columns, like.device):
+            data: dict[str, Any] = {"base": origin[at], "unit": unit}
+            data["tensors"] = [flat[at] for flat in flats]
+            if "deltas" in self.wants:
+                data["deltas"] = [tensor - origin[at] for tensor in data["tensors"]]
+            for keep, delta in zip(keeps, data.get("deltas", ()), strict=False):
+                keep(delta.view(-1, columns), first + at.start // columns)
+            merged = self._call(data, arguments, origin[at].shape, unit)
+            if "deltas" in self.wants:
+                torch.add(origin[at], merged, out=out[at])
+            else:
+                out[at] = merged
+        return out.view(like.shape)
+
+    def survey(
+        self, blocks: Blocks, count: int, shape: Sequence[int], arguments: Arguments, unit: UnitInfo
+    ) -> list[Keep]:
+        """Return what to keep of each model's task vector, after passes over all its rows."""
+        assert self.sparsify is not None
+        wanted = list(inspect.signature(self.sparsify).parameters)[1:]
+        restore = arguments.get("rescale") and arguments.get("rescale_norm", "l1") == "l1"
+        keeps = []
+        for i in range(count):
+            own = {
+                name: arguments[name][i] if self.parameters[name].per_model else arguments[name]
+                for name in wanted
+            }
+            vector = TaskVector(
+                tuple(shape),
+                functools.partial(blocks, i),
+                lambda salt, i=i: unit.stream(salt, i),  # type: ignore[misc]
+            )
+            keep = self.sparsify(vector, **own)
+            keeps.append(_restoring_norm(vector, keep) if restore else keep)
+        return keeps
+
+    def _call(
+        self, data: Mapping[str, Any], arguments: Arguments, shape: Sequence[int], unit: UnitInfo
     ) -> Tensor:
         """Return the function's result. Errors of a plugin's function name the plugin."""
+        given = {**{name: data[name] for name in self.wants}, **arguments}
         if self.function.__module__.startswith("moemerge."):
-            return self.function(inputs, base, options, unit)
+            return self.function(**given)
         try:
-            result = self.function(inputs, base, options, unit)
-            shape = inputs[0].tensor.shape
+            result = self.function(**given)
             if result.shape != shape:
                 raise ValueError(f"the result is {[*result.shape]}, the models' {[*shape]}")
         except (MoeMergeError, StoppedError):
@@ -162,114 +374,129 @@ class MergeMethod:
         return result
 
 
+def arguments_of(
+    parameters: Mapping[str, ParameterSpec],
+    models: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return a function's arguments by the names and values of each model and of all, in YAML."""
+
+    def value(spec: ParameterSpec, given: Mapping[str, Any]) -> Any:
+        return given.get(spec.name, None if spec.default is REQUIRED else spec.default)
+
+    return {
+        name: [value(spec, given) for given in models] if spec.per_model else value(spec, options)
+        for name, spec in parameters.items()
+    }
+
+
+def _complete(statistics: Sequence[UnitStatistics | None], unit: UnitInfo) -> bool:
+    """Return whether every model has statistics. There is a remark if only some have."""
+    missing = [name for name, known in zip(unit.models, statistics, strict=False) if known is None]
+    if statistics and None in statistics and any(statistics):
+        unit.remark(Remark.AVERAGED, {"why": f"no statistics of {', '.join(missing)}"})
+    return bool(statistics) and None not in statistics
+
+
+def _differences(tensors: Tensors, base: Tensor) -> Blocks:
+    """Return the task vectors of tensors in memory, chunk by chunk."""
+    rows, columns = rows_and_columns(base.shape)
+    origin = base.reshape(-1)
+
+    def blocks(i: int) -> Iterator[Tensor]:
+        flat = tensors[i].reshape(-1)
+        for at in row_chunks(rows, columns, base.device):
+            yield (flat[at] - origin[at]).view(-1, columns)
+
+    return blocks
+
+
+def _restoring_norm(vector: TaskVector, keep: Keep) -> Keep:
+    """Return `keep`, followed by the factor that restores the whole vector's L1 norm."""
+    before = after = 0.0
+    first = 0
+    for block in vector.blocks():
+        before += float(block.abs().sum())
+        keep(block, first)
+        after += float(block.abs().sum())
+        first += len(block)
+    gain = before / after if after > 0 else 1.0
+
+    def restore(rows: Tensor, first: int) -> None:
+        keep(rows, first)
+        rows.mul_(gain)
+
+    return restore
+
+
+# --- registration ---------------------------------------------------------------------------------
+
 METHODS: Registry[MergeMethod] = Registry("merge method")
 PLUGINS = "moemerge.methods"  # entry point group of packages that provide methods
-
-
-def param(
-    default: Scalar | Required | None = REQUIRED,
-    *,
-    help: str,
-    key: str | None = None,
-    minimum: float = -math.inf,
-    maximum: float = math.inf,
-    exclusive_minimum: bool = False,
-    exclusive_maximum: bool = False,
-    choices: tuple[str, ...] = (),
-) -> Any:
-    """Return a dataclass field for a parameter. `key` is its YAML name if it is not the field's."""
-    metadata = {
-        "help": help,
-        "key": key,
-        "minimum": minimum,
-        "maximum": maximum,
-        "exclusive_minimum": exclusive_minimum,
-        "exclusive_maximum": exclusive_maximum,
-        "choices": choices,
-    }
-    if default is REQUIRED:
-        return field(metadata=metadata)
-    return field(default=default, metadata=metadata)
+Function = TypeVar("Function", bound=Callable[..., Any])
+OTHERS = ParameterSpec(
+    name="others",
+    type=str,
+    default="average",
+    per_model=False,
+    help="norms, embeddings, heads and biases: average of the models, or the base's own",
+    choices=("average", "base"),
+)
 
 
 def merge_method(
     name: str,
     *,
-    base: BasePolicy,
-    per_model: type = NoParams,
-    options: type = NoParams,
+    base: Literal["required", "optional", "member", "donor"],
     models: tuple[int, int | None] = (1, None),
     elementwise: bool = False,
+    sparsify: Callable[..., Keep] | None = None,
+    linear_layers: bool = False,
     statistics: StatisticsKind | None = None,
-    weights: WeightsFunction | None = None,
+    base_if: tuple[str, str] | None = None,
+    check: Callable[..., object] | None = None,
     time: MethodTime = "passes",
-    in_runs: Sparsified | None = None,
-) -> Callable[[MergeFunction], MergeFunction]:
+) -> Callable[[Function], Function]:
     """Register a merge method under the `name` that configs use.
 
-    `models` is the minimum and maximum number of inputs, without a separate base.
-    With `statistics`, each input carries its model's statistics of the unit if there are any.
-    `weights` returns each model's weight and refuses invalid ones. `time` is what dominates the run
-    time; `moemerge ls methods` lists it. `in_runs` merges units that are too large for memory, with
-    the same result.
+    `base`: task vectors need it, it may be absent, it is a model like the others, or it lends its
+    config alone (unless the parameter `base_if[0]` is `base_if[1]`).
+    `models`: the minimum and maximum number of models besides a separate base.
+    `elementwise`: each element of the result depends on the same element of the inputs alone.
+    `sparsify`: a function of `_sparsify.TaskVector` that drops elements of each task vector first.
+    `linear_layers`: the method merges matrices of linear layers; models that did not change one are
+    left out. The option `others` decides about all other tensors.
+    `statistics`: the kind that the method needs; units without are averaged.
+    `check`: called with the parameters when a merge is planned; raises `ConfigError`.
+    `time`: what dominates the run time; `moemerge ls methods` lists it.
     """
 
-    if elementwise and statistics is not None:
-        raise UsageError(
-            f"merge method {name!r} cannot be elementwise and use statistics",
-            hint="statistics belong to whole units: leave `elementwise` out",
-        )
-
-    def register(function: MergeFunction) -> MergeFunction:
-        summary = (function.__doc__ or "").strip().split("\n")[0]
-        if not summary:
-            raise UsageError(f"merge method {name!r} needs a docstring: its first line is shown")
+    def register(function: Function) -> Function:
+        parameters = specifications(function)
+        if linear_layers:
+            parameters = {"others": OTHERS, **parameters}
+        specs = sorted(parameters.values(), key=lambda spec: not spec.per_model)
         schema = MethodSchema(
             name=name,
-            summary=summary,
-            base=base,
+            summary=summary_of(function, f"merge method {name!r}"),
+            base=BasePolicy(base),
             min_models=models[0],
             max_models=models[1],
-            parameters=(
-                *parameter_specs(per_model, per_model=True),
-                *parameter_specs(options, per_model=False),
-            ),
+            parameters=tuple(specs),
             statistics=statistics,
             time=time,
         )
-        method = MergeMethod(schema, function, per_model, options, elementwise, weights, in_runs)
-        METHODS.add(name, method)
+        wants = DATA & inspect.signature(function).parameters.keys()
+        METHODS.add(
+            name,
+            MergeMethod(
+                schema, function, parameters, wants, elementwise, sparsify, linear_layers, base_if,
+                check,
+            ),
+        )  # fmt: skip
         return function
 
     return register
-
-
-def yaml_key(f: Any) -> str:
-    """Return the YAML name of a parameter field."""
-    return str(f.metadata["key"] or f.name)
-
-
-def parameter_specs(cls: type, *, per_model: bool) -> list[ParameterSpec]:
-    """Return the specification of each field of a parameter dataclass."""
-    hints = get_type_hints(cls)
-    specs = []
-    for f in fields(cls):
-        metadata = dict(f.metadata)
-        key = yaml_key(f)
-        del metadata["key"]
-        hint = hints[f.name]
-        choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        kinds = [t for t in choices if t is not type(None)]
-        if len(kinds) != 1 or kinds[0] not in (float, int, bool, str):
-            raise UsageError(
-                f"parameter {key!r} of {cls.__name__} has type {hints[f.name]}",
-                hint="use float, int, bool or str, optionally with `| None`",
-            )
-        default = REQUIRED if f.default is MISSING else f.default
-        specs.append(
-            ParameterSpec(name=key, type=kinds[0], default=default, per_model=per_model, **metadata)
-        )
-    return specs
 
 
 @functools.cache

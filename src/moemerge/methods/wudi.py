@@ -1,54 +1,53 @@
-"""Task vectors found by gradient steps: WUDI (Cheng et al. 2025) and DOGE (Wei et al. 2025)."""
+"""WUDI merging: the task vector that interferes least with each model's inputs (Cheng et al. 2025),
+with the variants SWUDI, ASWUDI and OptMerge.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from moemerge.config.parameters import BasePolicy
-from moemerge.methods._arithmetic import flat
-from moemerge.methods._selection import keep_largest_, kept_count
-from moemerge.methods._spectra import Definite, Spectrum
-from moemerge.methods._task_vectors import OthersOptions, of_task_vectors
-from moemerge.methods.method import UnitInfo, merge_method, param
+from moemerge.methods._spectra import Spectrum
+from moemerge.methods.method import Param, Tensors, UnitInfo, merge_method
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Relative to the largest singular value: below it, a solve may lose more digits than float32 has.
-_SURELY_DEFINITE = 1e-5
 _BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's usual constants
 
 
-@dataclass(frozen=True)
-class WudiOptions(OthersOptions):
-    solver: str = param(
-        "adam",
-        choices=("adam", "exact", "spectral", "adaptive"),
-        help="Adam's steps from the sum of task vectors as in the paper, the minimum itself, or "
-        "the minimum in its leading directions (SWUDI's gradient flow, ASWUDI's effective rank)",
-    )
-    targets: str = param(
-        "task",
-        choices=("task", "centred", "leading"),
-        help="what the result should match on each model's inputs: its task vector; or OptMerge's "
-        "targets, the mean plus the leading directions of the difference from it (full "
-        "fine-tuning), or the leading directions, starting from the mean (LoRA)",
-    )
-    lr: float = param(1e-5, minimum=0, exclusive_minimum=True, help="Adam's step size")
-    steps: int = param(300, minimum=0, help="Adam's number of steps")
-    time: float = param(300.0, minimum=0, help="how long the gradient flow of `spectral` runs")
-    keep: float = param(
-        0.65, minimum=0, maximum=1, help="share of the directions that `spectral` corrects"
-    )
-
-
-@merge_method("wudi", base=BasePolicy.REQUIRED, options=WudiOptions, time="steps")
-@of_task_vectors
-def wudi(base: Tensor, deltas: list[Tensor], options: WudiOptions, unit: UnitInfo) -> Tensor:
+@merge_method("wudi", base="required", linear_layers=True, time="steps")
+def wudi(
+    deltas: Tensors,
+    unit: UnitInfo,
+    *,
+    solver: Annotated[
+        Literal["adam", "exact", "spectral", "adaptive"],
+        Param(
+            "Adam's steps from the sum of task vectors as in the paper, the minimum itself, or "
+            "the minimum in its leading directions (SWUDI's gradient flow, ASWUDI's effective rank)"
+        ),
+    ] = "adam",
+    targets: Annotated[
+        Literal["task", "centred", "leading"],
+        Param(
+            "what the result should match on each model's inputs: its task vector; or OptMerge's "
+            "targets, the mean plus the leading directions of the difference from it (full "
+            "fine-tuning), or the leading directions, starting from the mean (LoRA)"
+        ),
+    ] = "task",
+    lr: Annotated[float, Param("Adam's step size", above=0)] = 1e-5,
+    steps: Annotated[int, Param("Adam's number of steps", minimum=0)] = 300,
+    time: Annotated[
+        float, Param("how long the gradient flow of `spectral` runs", minimum=0)
+    ] = 300.0,
+    keep: Annotated[
+        float, Param("share of the directions that `spectral` corrects", minimum=0, maximum=1)
+    ] = 0.65,
+) -> Tensor:
     """Choose the task vector that interferes least with each model's own inputs.
 
     Minimises Σ_i ‖(τ - τ_i) τ_iᵀ‖² / ‖τ_i‖² over τ for each linear weight, starting at Σ τ_i;
@@ -58,27 +57,22 @@ def wudi(base: Tensor, deltas: list[Tensor], options: WudiOptions, unit: UnitInf
     are averaged, because fine-tuned norms and embeddings contain what the models learnt.
     `others: base` drops their changes, as the authors of the HARC paper did.
     """
-    if options.solver == "exact":  # float32 rounding of weak directions would be amplified
+    if solver == "exact":  # float32 rounding of weak directions would be amplified
         deltas = [delta.double() for delta in deltas]
-    start, problem = _problem(deltas, options.targets)
-    if options.solver == "exact":
-        correction = problem.exact()
-    elif options.solver == "spectral":
-        correction = problem.filtered(gradient_flow(options.time, options.keep))
-    elif options.solver == "adaptive":
-        correction = problem.filtered(effective_rank)
-    else:
-        correction = problem.adam(options.lr, options.steps, each_step=unit.check_stopped)
-    return (base + start + correction).to(base.dtype).contiguous()
-
-
-def _problem(deltas: list[Tensor], targets: str) -> tuple[Tensor, Interference]:
-    """Return the start of the search and the objective around it."""
+    total = torch.stack([*deltas]).sum(0)
     if targets == "task" or len(deltas) == 1:  # a single model is its own merge
-        return torch.stack(deltas).sum(0), Interference.of(deltas)
-    mean = torch.stack(deltas).mean(0)
-    start = mean if targets == "leading" else torch.stack(deltas).sum(0)
-    return start, Interference.reduced(deltas, mean, start, centred=targets == "centred")
+        start, problem = total, Interference.of(deltas)
+    else:
+        mean = torch.stack([*deltas]).mean(0)
+        start = mean if targets == "leading" else total
+        problem = Interference.reduced(deltas, mean, start, centred=targets == "centred")
+    if solver == "exact":
+        return start + problem.filtered(lambda values, count: torch.ones_like(values))
+    if solver == "spectral":
+        return start + problem.filtered(gradient_flow(time, keep))
+    if solver == "adaptive":
+        return start + problem.filtered(effective_rank)
+    return start + problem.adam(lr, steps, each_step=unit.check_stopped)
 
 
 @dataclass(frozen=True)
@@ -131,16 +125,6 @@ class Interference:
             K.append(rest @ unit.T)
         dtype = mean.dtype
         return cls(torch.cat(S).to(dtype), torch.cat(K, dim=1).to(dtype))
-
-    def exact(self) -> Tensor:
-        """Return the minimum-norm minimiser x = -G (SᵀS)⁺, by a solve if SᵀS is invertible."""
-        S, K = self.S.double(), self.K.double()
-        broad = S.shape[0] <= S.shape[1]
-        known = Definite.of(S @ S.T if broad else S.T @ S)
-        if not known.surely(_SURELY_DEFINITE):
-            return self.filtered(lambda values, count: torch.ones_like(values))
-        x = known.solve(K) @ S if broad else known.solve(K @ S)
-        return -x.to(self.S.dtype)
 
     def filtered(self, spectral_filter: SpectralFilter) -> Tensor:
         """Return -G Σ_k f(λ_k)/λ_k v_k v_kᵀ over eigenvectors of SᵀS with λ_k > 0, in float64.
@@ -211,64 +195,3 @@ def effective_rank(values: Tensor, count: int) -> Tensor:
     shares = torch.zeros_like(values)
     shares[:rank] = 1.0
     return shares
-
-
-_SUBSPACE = 6  # the shared subspace has a sixth of the directions
-
-
-@dataclass(frozen=True)
-class DogeOptions(OthersOptions):
-    eta: float = param(0.07, minimum=0, help="size that every model's task vector is scaled to")
-    density: float = param(
-        0.3, minimum=0, maximum=1, help="fraction of each task vector's elements that is kept"
-    )
-    lr: float = param(1e-4, minimum=0, exclusive_minimum=True, help="Adam's step size")
-    steps: int = param(400, minimum=0, help="Adam's number of steps")
-
-
-@merge_method("doge", base=BasePolicy.REQUIRED, options=DogeOptions, time="steps")
-@of_task_vectors
-def doge(base: Tensor, vectors: list[Tensor], options: DogeOptions, unit: UnitInfo) -> Tensor:
-    """Add task vectors of equal size, corrected for conflicts outside their shared subspace.
-
-    With l_i = eta / ‖τ_i‖ and P the leading directions of all models' leading left singular
-    vectors, Adam minimises Σ_j ‖diag((τ_j - Σ l_i τ_i - Δ Σ l_i) τ_jᵀ)‖² over Δ with gradients
-    projected by I - P Pᵀ; the result is θ_0 + Σ l_i (τ_i + Δ) on each model's largest elements.
-    The mask is per unit; the paper's is over the whole model.
-    """
-    scales = [options.eta / float(torch.linalg.vector_norm(v)) for v in vectors]
-    correction = _correction(vectors, scales, options, unit)
-    result = base.clone(memory_format=torch.contiguous_format)
-    for vector, scale in zip(vectors, scales, strict=True):
-        kept = flat(vector).clone()
-        keep_largest_(kept, kept_count(options.density, kept.numel()))
-        mask = (kept != 0).view(base.shape)
-        result += scale * (vector + correction) * mask
-    return result
-
-
-def _correction(
-    vectors: Sequence[Tensor], scales: Sequence[float], options: DogeOptions, unit: UnitInfo
-) -> Tensor:
-    """Return Δ, (out, in), after `steps` Adam steps from 0."""
-    P = _shared_subspace(vectors).to(vectors[0].dtype)  # (out, directions)
-    total = sum(scales)
-    merged = sum(s * v for s, v in zip(scales, vectors, strict=True))
-    # e_j = rowwise ⟨τ_j - Σ l τ - Δ Σ l, τ_j⟩; only the inner product with Δ changes.
-    start = [((v - merged) * v).sum(1) for v in vectors]
-
-    def gradient(delta: Tensor) -> Tensor:
-        g = torch.zeros_like(delta)
-        for vector, e in zip(vectors, start, strict=True):
-            residual = e - total * (delta * vector).sum(1)
-            g.addcmul_(residual[:, None], vector, value=-2 * total)
-        return g.sub_(P @ (P.T @ g))
-
-    return adam(gradient, vectors[0], options.lr, options.steps, unit.check_stopped)
-
-
-def _shared_subspace(vectors: Sequence[Tensor]) -> Tensor:
-    rank = min(vectors[0].shape)
-    share = max(1, rank // len(vectors))
-    leading = torch.cat([Spectrum.of(v, most=share).left for v in vectors], dim=1)
-    return Spectrum.of(leading, most=rank // _SUBSPACE).left

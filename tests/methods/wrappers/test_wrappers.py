@@ -12,8 +12,8 @@ from collecting.cases import token_rows
 from merging.gathered import unit_tensors
 from moemerge.errors import ConfigError
 from moemerge.families.roles import Role
-from moemerge.methods.method import METHODS, ModelTensor, UnitInfo, UnitStatistics
-from moemerge.methods.wrapper import WRAPPERS, Wrap, around
+from moemerge.methods.method import METHODS, UnitInfo, UnitStatistics
+from moemerge.methods.wrappers import WRAPPERS
 
 SHAPES = [(12, 20), (20, 12), (9, 9), (1, 7), (7, 1)]
 NAMES = ("aim", "knots", "svc")
@@ -26,17 +26,17 @@ def normal(*shape, seed=0, dtype=torch.float64):
 def call(wraps, method, tensors, base, *, statistics=None, role=Role.EXPERT, **options):
     """`method` on tensors with the wrappers around it; options of a wrapper by its name."""
     chosen = METHODS.get(method)
-    names = {f for f in chosen.per_model.__dataclass_fields__}
-    params = chosen.per_model(weight=0.5) if "weight" in names else chosen.per_model()
-    inputs = [ModelTensor(t, params) for t in tensors]
+    arguments = chosen.arguments([{"weight": 0.5}] * len(tensors), {}, "unit")
     unit = UnitInfo("unit", role)
 
-    def inner(inputs, base):
-        return chosen.function(inputs, base, chosen.options(), unit)
+    def inner(tensors, base):
+        return chosen.merge(tensors, base, arguments, unit)
 
-    listed = [Wrap(WRAPPERS.get(n), WRAPPERS.get(n).options(**options.get(n, {}))) for n in wraps]
-    base_as = lambda kind: ModelTensor(base, None, "base", statistics if kind else None)  # noqa: E731
-    return around(inner, listed, base_as, unit)(inputs, base)
+    for wrap in map(WRAPPERS.get, wraps):
+        own = wrap.arguments([], options.get(wrap.schema.name, {}), "unit")
+        known = statistics if wrap.schema.statistics else None
+        inner = wrap.around(inner, own, unit, known)
+    return inner(tensors, base)
 
 
 def models(shape, n=3, seed=0):
@@ -73,9 +73,9 @@ def test_knots_merges_in_the_shared_basis(shape):
     u, s, vh = torch.linalg.svd(torch.cat([t - base for t in tensors], dim=1), full_matrices=False)
     parts = (s[:, None] * vh).split(shape[1], dim=1)
     chosen = METHODS.get("ties")
-    inputs = [ModelTensor(p.contiguous(), chosen.per_model(weight=0.5)) for p in parts]
+    arguments = chosen.arguments([{"weight": 0.5}] * len(parts), {}, "unit")
     unit = UnitInfo("unit", Role.EXPERT)
-    inner = chosen.function(inputs, torch.zeros_like(parts[0]), chosen.options(), unit)
+    inner = chosen.merge(parts, torch.zeros_like(parts[0]), arguments, unit)
     got = call(["knots"], "ties", tensors, base)
     torch.testing.assert_close(got, base + u @ inner, rtol=1e-8, atol=1e-8)
 
