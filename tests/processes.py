@@ -31,10 +31,7 @@ import torch
 
 # Nothing of the command line: what it makes of streams and environment is looked at by tests.
 WARM = (
-    "moemerge.api.jobs",
-    "moemerge.api.listing",
-    "moemerge.api.merging",
-    "moemerge.api.repairs",
+    "moemerge.api",
     "moemerge.repairs.harc",
     "moemerge.statistics.collecting.run",
     "moemerge.lab.data.run",

@@ -17,19 +17,16 @@ if TYPE_CHECKING:
     from moemerge.api import convert as convert
     from moemerge.api import diagnose as diagnose
     from moemerge.api import distill as distill
-    from moemerge.api import evaluate as evaluate
     from moemerge.api import extract as extract
     from moemerge.api import extract_lora as extract_lora
     from moemerge.api import find_coefficients as find_coefficients
     from moemerge.api import inspect as inspect
     from moemerge.api import load_config as load_config
-    from moemerge.api import make_data as make_data
     from moemerge.api import merge as merge
     from moemerge.api import prune as prune
     from moemerge.api import refit as refit
     from moemerge.api import run as run
     from moemerge.api import swap_routers as swap_routers
-    from moemerge.api import tune as tune
     from moemerge.api import validate as validate
     from moemerge.api import verify as verify
     from moemerge.checkpoint import Checkpoint as Checkpoint
@@ -53,6 +50,9 @@ if TYPE_CHECKING:
     from moemerge.errors import ResourceError as ResourceError
     from moemerge.errors import TokenizerError as TokenizerError
     from moemerge.errors import UsageError as UsageError
+    from moemerge.lab.api import evaluate as evaluate
+    from moemerge.lab.api import make_data as make_data
+    from moemerge.lab.api import tune as tune
     from moemerge.lab.evaluation.settings import EvaluationSettings as EvaluationSettings
     from moemerge.lab.experiments.settings import StudySettings as StudySettings
     from moemerge.lab.experiments.study import study as study
@@ -65,10 +65,10 @@ if TYPE_CHECKING:
 # The public names of each module.
 _PUBLIC = {
     "moemerge.api": (
-        "calibrate collect_statistics compose convert diagnose distill evaluate extract "
-        "extract_lora find_coefficients inspect load_config make_data merge prune refit run "
-        "swap_routers tune validate verify"
+        "calibrate collect_statistics compose convert diagnose distill extract extract_lora "
+        "find_coefficients inspect load_config merge prune refit run swap_routers validate verify"
     ),
+    "moemerge.lab.api": "evaluate make_data tune",
     "moemerge.checkpoint": "Checkpoint",
     "moemerge.config.job_settings": (
         "CoefficientSettings CollectingSettings ComposeSettings DiagnosisSettings "

@@ -71,9 +71,9 @@ def test_existing_output_needs_overwrite(config, tmp_path):
 
 
 def test_bad_configs_exit_2_with_every_problem(tmp_path, config):
-    text = config.read_text().replace("ties", "tiess").replace("density", "densty")
-    config.write_text(text + "dtype: bf17\n")
-    refused(moemerge("merge", config, tmp_path / "out"), 2, "line 1", "'ties'", "line 6", "dtype")
+    text = config.read_text().replace("ties", "tiess")
+    config.write_text(text + "router: {keep: nobody}\n")
+    refused(moemerge("merge", config, tmp_path / "out"), 2, "line 1", "'ties'", "line 6", "nobody")
     refused(moemerge("merge", tmp_path / "none.yml", tmp_path / "out"), 2, "none.yml")
     assert not (tmp_path / "out").exists()
 

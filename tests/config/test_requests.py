@@ -2,8 +2,7 @@
 
 import pytest
 
-from moemerge.api.listing import wrapper_schemas
-from moemerge.api.merging import load_config
+from moemerge.api import load_config, wrapper_schemas
 from moemerge.config.dump import dump_config
 from moemerge.config.models import ModelRef
 from moemerge.config.repair_settings import CalibrationSettings

@@ -5,7 +5,7 @@ import math
 import pytest
 
 import moemerge
-from moemerge.api.stages import read_stages
+from moemerge.config.stages import read_stages
 from moemerge.config.yaml_lines import dump_document, read_yaml
 from moemerge.conversion.composing.job import load_compose_config
 from moemerge.errors import ConfigError

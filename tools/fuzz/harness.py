@@ -24,8 +24,7 @@ ADDRESS_ROOM = 8 * 2**30  # on top of what the imports map
 OURS = (2, 3, 4)  # exit codes of moemerge errors
 WARM = (
     "moemerge.cli.app",
-    "moemerge.api.jobs",
-    "moemerge.api.merging",
+    "moemerge.api",
     "moemerge.merging.run",
     "moemerge.repairs.harc",
     "moemerge.diagnosis.run",

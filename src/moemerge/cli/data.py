@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from moemerge import api
 from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import ModelArgument, Reporting, verb
 from moemerge.cli.render import facts
 from moemerge.config.text_settings import DataSettings
+from moemerge.lab import api as lab_api
 from moemerge.runtime.journals import completions_path
 from moemerge.runtime.progress import counted
 
@@ -56,7 +56,7 @@ def data(
 ) -> None:
     """Generate calibration text: sample answers of MODEL, verify them, keep the correct ones."""
     with interruptible(waiting(completions_path(out_file))), reporting.progress() as bar:
-        report = api.make_data(
+        report = lab_api.make_data(
             model,
             out_file,
             prompts=prompts or (),
@@ -65,6 +65,7 @@ def data(
             overwrite=reporting.overwrite,
             progress=bar,
         )
+    assert report is not None
     reporting.show(report.to_json(), _summary(report), notices=report.notices)
 
 

@@ -8,10 +8,10 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from moemerge import api
 from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import Reporting, verb
 from moemerge.cli.render import NumberTable, facts
+from moemerge.lab import api as lab_api
 from moemerge.lab.evaluation.settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.runtime.formatting import short, with_error
 
@@ -65,7 +65,7 @@ def evaluate(
 ) -> None:
     """Evaluate models on benchmarks and test whether their scores differ."""
     with interruptible(waiting(output.out / "completions")), reporting.progress() as bar:
-        report = api.evaluate(
+        report = lab_api.evaluate(
             models or (),
             task or (),
             data=data or {},

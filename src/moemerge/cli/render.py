@@ -14,11 +14,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from moemerge import api
 from moemerge.checkpoint.tensors import format_size
 from moemerge.cli.console import STDOUT, UNLIMITED, out
 from moemerge.cli.flags import ADVANCED, Reporting
 from moemerge.errors import UsageError
+from moemerge.lab import api as lab_api
 from moemerge.runtime import ranks
 from moemerge.runtime.progress import counted
 
@@ -360,7 +360,7 @@ def show_samples(
         return
     with reporting.progress() as bar:
         models = {"OUT": str(result), **others}
-        made = api.sample(models, prompts, device=device, progress=bar)
+        made = lab_api.sample(models, prompts, device=device, progress=bar)
     for name, texts in made.items():
         for prompt, text in zip(prompts, texts, strict=False):
             out.print(f"{name}: {prompt!r} -> {text!r}", markup=False, soft_wrap=True)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from moemerge import api
 from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import ModelArgument, Out, Reporting, given, verb
 from moemerge.cli.render import facts
+from moemerge.lab import api as lab_api
 from moemerge.lab.tuning.settings import TuningOutputSettings, TuningSettings
 from moemerge.runtime.journals import saved_path
 from moemerge.runtime.progress import counted
@@ -46,7 +46,7 @@ def tune(
 ) -> None:
     """Fine-tune MODEL on the answers of rows, by trl, and write it to OUT in its own layout."""
     with interruptible(waiting(saved_path(out_folder))), reporting.progress() as bar:
-        report = api.tune(
+        report = lab_api.tune(
             model, out_folder, data=data, settings=settings, progress=bar, **given(output)
         )
     reporting.show(report.to_json(), _summary(report), notices=report.notices)

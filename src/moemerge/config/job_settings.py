@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -28,10 +27,8 @@ from moemerge.config.settings import (
     PUSH_TO_HUB,
     DeviceField,
     Flag,
-    ForwardKeywords,
     ForwardSettings,
     LayersField,
-    LayersForm,
     ModelName,
     Share,
 )
@@ -58,16 +55,6 @@ class DiagnosisSettings(ForwardSettings):
     )
 
 
-class DiagnosisKeywords(ForwardKeywords, total=False):
-    """The fields of `DiagnosisSettings` as keywords."""
-
-    layers: LayersForm
-    holdout: float | Literal["auto"]
-    group: str | None
-    swaps: bool
-    base: str | Path | None
-
-
 class CollectingSettings(ForwardSettings):
     """What is gathered over text, over how much of it, and where the model runs."""
 
@@ -79,12 +66,6 @@ class CollectingSettings(ForwardSettings):
         "activation: mean sizes of inputs (aim); power: mean squares of inputs (neuron); "
         "sensitivity: what the loss depends on (sens)",
     )
-
-
-class CollectingKeywords(ForwardKeywords, total=False):
-    """The fields of `CollectingSettings` as keywords."""
-
-    kind: StatisticsKind
 
 
 class CollectingBlock(CollectingSettings):
@@ -133,21 +114,6 @@ class CoefficientSettings(ForwardSettings):
     )
 
 
-class CoefficientKeywords(ForwardKeywords, total=False):
-    """The fields of `CoefficientSettings` as keywords."""
-
-    sharpness: float
-    temperature: float
-    own: float
-    other: float
-    specific: float
-    steps: int
-    lr: float
-    start: float
-    rows: int
-    anchor: float
-
-
 GateMode = Literal["hidden", "cheap_embed", "random", "fit"]
 Prompts = tuple[Annotated[str, Field(strict=True)], ...]
 
@@ -194,15 +160,6 @@ class ComposeSettings(ForwardSettings):
     push_to_hub: Name | None = PUSH_TO_HUB
 
 
-class ComposeKeywords(ForwardKeywords, total=False):
-    """The fields of `ComposeSettings` as keywords."""
-
-    holdout: float | Literal["auto"]
-    out_shard_size: str
-    overwrite: bool
-    push_to_hub: str | None
-
-
 LoraLayout = Literal["stacked", "in-out", "per-expert"]
 ExpertLayoutName = Literal["per-expert", "fused"]
 FactorDtype = Literal["float32", "bfloat16", "float16"]
@@ -226,13 +183,3 @@ class ExtractLoraSettings(Strict):
     )
     dtype: FactorDtype = Field("float32", description="dtype of the adapter")
     device: DeviceField = DEVICE
-
-
-class ExtractLoraKeywords(TypedDict, total=False):
-    """The fields of `ExtractLoraSettings` as keywords."""
-
-    rank: int | None
-    energy: float | None
-    layout: LoraLayout
-    dtype: FactorDtype
-    device: str

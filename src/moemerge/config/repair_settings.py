@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Field
@@ -11,9 +10,7 @@ from moemerge.config.faults import FaultsError, listed, shown
 from moemerge.config.fields import AutoOrPositive, Fraction, LayerSelection, PositiveInt, read_by
 from moemerge.config.repairs import (
     Repair,
-    RepairKeywords,
     RepairSettings,
-    StepKeywords,
     StepSettings,
     always_held_out,
 )
@@ -61,13 +58,6 @@ class PruningSettings(StepSettings):
         return data
 
 
-class PruningKeywords(StepKeywords, total=False):
-    """The fields of `PruningSettings` as keywords."""
-
-    keep: float
-    score: ExpertScore
-
-
 class PruneSettings(PruningSettings):
     """Which experts are kept, and how the model is repaired afterwards."""
 
@@ -79,13 +69,6 @@ class PruneSettings(PruningSettings):
     measure: Flag = Field(
         True, description="diagnose the model before and after a repair, on the held-out rows"
     )
-
-
-class PruneKeywords(PruningKeywords, total=False):
-    """The fields of `PruneSettings` as keywords."""
-
-    repair: RepairAfter
-    measure: bool
 
 
 PRUNE = Repair(
@@ -152,20 +135,6 @@ class CalibrationSettings(RepairSettings):
         if "alpha" in data:
             raise FaultsError.one("alpha and gamma exclude each other: give one", "gamma")
         return {**data, "alpha": None}
-
-
-class CalibrationKeywords(RepairKeywords, total=False):
-    """The fields of `CalibrationSettings` as keywords."""
-
-    alpha: float | None
-    gamma: float | None
-    curvature: Curvature
-    objective: Objective
-    targets: Targets
-    preconditioner: Preconditioner
-    rtol: float
-    max_steps: int
-    init: Init
 
 
 CALIBRATION = Repair(
@@ -258,17 +227,6 @@ class RefitSettings(RepairSettings):
         return data
 
 
-class RefitKeywords(RepairKeywords, total=False):
-    """The fields of `RefitSettings` as keywords."""
-
-    solver: Solver
-    steps: int
-    ridge: float | Literal["auto"]
-    parts: str | Sequence[str] | tuple[Part, ...]
-    router: RouterBy
-    requantize: Requantize
-
-
 REFIT = Repair(
     key="refit",
     verb="refit",
@@ -353,20 +311,6 @@ class DistillSettings(RepairSettings):
                 "holdout",
             )
         return data
-
-
-class DistillKeywords(RepairKeywords, total=False):
-    """The fields of `DistillSettings` as keywords."""
-
-    steps: StepCount
-    learning_rate: float | Literal["auto"]
-    batch: int
-    only: Only | None
-    lora: int | None
-    next_token: float
-    top_tokens: int
-    optimiser: OptimiserChoice
-    recompute: bool | None
 
 
 DISTILLATION = Repair(

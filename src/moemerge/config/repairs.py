@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, create_model
 
@@ -22,10 +22,8 @@ from moemerge.config.settings import (
     GROUP,
     LAYERS,
     Flag,
-    ForwardKeywords,
     ForwardSettings,
     LayersField,
-    LayersForm,
     Share,
 )
 from moemerge.config.text_settings import NamedTexts
@@ -48,13 +46,6 @@ def always_held_out(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "holdout": AUTO_HOLDOUT} if data.get("holdout") == "auto" else data
 
 
-class StepKeywords(ForwardKeywords, total=False):
-    """The fields of `StepSettings` as keywords."""
-
-    holdout: float | Literal["auto"]
-    group: str | None
-
-
 class RepairSettings(StepSettings):
     """Settings that every repair has; a repair adds its own."""
 
@@ -67,14 +58,6 @@ class RepairSettings(StepSettings):
         description="diagnose merge and result on the held-out rows, which runs the sources; for "
         "summary and card",
     )
-
-
-class RepairKeywords(StepKeywords, total=False):
-    """Keywords of every repair: the fields of `RepairSettings`."""
-
-    layers: LayersForm
-    strict: bool
-    measure: bool
 
 
 SourceList = tuple[str | dict[str, ModelRef], ...]

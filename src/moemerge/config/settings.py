@@ -1,8 +1,7 @@
 """Settings: fields that jobs share, the settings of a merge, and flags derived from settings.
 
-Each job declares its settings as one frozen class in its own package. Command-line flags and Python
-keywords are derived from the fields: a field's description is the help of its flag. The
-`...Keywords` after each class repeat the names for editors and type checkers; a test compares them.
+The settings of each job are one frozen class. Command-line flags and Python keywords are derived
+from the fields: a field's description is the help of its flag.
 """
 
 from __future__ import annotations
@@ -17,18 +16,16 @@ from typing import (
     Any,
     Final,
     Literal,
-    TypedDict,
     TypeVar,
     Union,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
 from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
-from moemerge.config.faults import FaultsError
+from moemerge.config.faults import FaultsError, parse_settings
 from moemerge.config.fields import (
     LayerSelection,
     Name,
@@ -40,9 +37,11 @@ from moemerge.config.fields import (
     model_ref,
     read_by,
 )
+from moemerge.errors import UsageError
 from moemerge.registry import loaded_plugins
 
 F = TypeVar("F", bound=Callable[..., Any])
+S = TypeVar("S", bound=Strict)
 Dtype = Literal["auto", "float32", "float16", "bfloat16", "float64"]
 Offload = Literal["auto", "device", "cpu", "disk"]
 DeviceField = Annotated[str, read_by(device_name, str)]
@@ -107,19 +106,6 @@ MAP: Any = Field(
 )
 
 
-class ForwardKeywords(TypedDict, total=False):
-    """Keywords of every job that runs a model on text."""
-
-    max_tokens: int | None
-    max_length: int
-    limit: int | None
-    seed: int
-    map: MapForm
-    offload: Offload
-    device: str
-    dtype: Dtype
-
-
 class ForwardSettings(Strict):
     """Settings of every job that runs a model on text; a job adds its own."""
 
@@ -165,20 +151,6 @@ class MergeSettings(PlanSettings):
     allow_nonfinite: Flag = Field(False, description="merge models that hold NaN or infinity")
 
 
-class MergeKeywords(TypedDict, total=False):
-    """The fields of `MergeSettings` as keywords."""
-
-    device: str
-    out_shard_size: str
-    memory: str | None
-    seed: int | None
-    overwrite: bool
-    lenient: bool
-    allow_nonfinite: bool
-    requantize: Requantize
-    push_to_hub: str | None
-
-
 class OutputSettings(Strict):
     """How the output of a repair is written; not recorded in the config."""
 
@@ -190,15 +162,6 @@ class OutputSettings(Strict):
     )
     report: Path | None = Field(None, description="write an HTML page of the routing there")
     push_to_hub: Name | None = PUSH_TO_HUB
-
-
-class OutputKeywords(TypedDict, total=False):
-    """The fields of `OutputSettings` as keywords."""
-
-    overwrite: bool
-    resume: bool
-    report: str | Path | None
-    push_to_hub: str | None
 
 
 @dataclass(frozen=True)
@@ -248,14 +211,17 @@ def settings_of(model: type[Strict]) -> tuple[Setting, ...]:
     )
 
 
-def with_keywords(keywords: type, *models: type[Strict]) -> Callable[[F], F]:
-    """Make `help()` list the `**keywords` of a function, with the defaults of the settings."""
-    defaults: dict[str, Any] = dict.fromkeys(get_type_hints(keywords))
-    defaults |= {s.name: s.default for model in models for s in settings_of(model)}
-    kind = inspect.Parameter.KEYWORD_ONLY
+def with_keywords(*models: type[Strict]) -> Callable[[F], F]:
+    """Make `help()` list the settings that a function takes as `**keywords`, with defaults."""
+    fields = {name: info for model in models for name, info in model.model_fields.items()}
     listed = [
-        inspect.Parameter(name, kind, default=defaults[name], annotation=hint)
-        for name, hint in get_type_hints(keywords).items()
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=info.get_default(call_default_factory=True),
+            annotation=info.annotation,
+        )
+        for name, info in fields.items()
     ]
 
     def decorate(function: F) -> F:
@@ -266,6 +232,25 @@ def with_keywords(keywords: type, *models: type[Strict]) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def settings_for(model: type[S], settings: S | None, values: Mapping[str, Any], verb: str) -> S:
+    """Return settings that were passed as one object, or one by one."""
+    if settings is None:
+        return parse_settings(model, values, f"settings of {verb}")
+    if values:
+        raise UsageError(
+            f"{verb}: settings were given as a whole and also one by one: {', '.join(values)}",
+            hint="give either `settings` or single values",
+        )
+    return settings
+
+
+def output_for(model: type[S], keywords: Mapping[str, Any], verb: str) -> tuple[S, dict[str, Any]]:
+    """Split keywords into the settings of the output and the others."""
+    values = {n: v for n, v in keywords.items() if n in model.model_fields}
+    others = {n: v for n, v in keywords.items() if n not in values}
+    return parse_settings(model, values, f"settings of {verb}"), others
 
 
 def plugin_flags() -> list[str]:

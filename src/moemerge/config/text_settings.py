@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
@@ -51,15 +51,6 @@ class PromptSettings(Strict):
     prefill: str = Field("", description="how every answer begins")
 
 
-class PromptKeywords(TypedDict, total=False):
-    """The fields of `PromptSettings` as keywords."""
-
-    map: str | Mapping[str, str] | dict[Column, str]
-    template: str
-    system: str | None
-    prefill: str
-
-
 Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 TEMPERATURE = "0 takes the likeliest token each time"
 SAMPLES = "completions of each prompt"
@@ -94,20 +85,6 @@ class EngineSettings(Strict):
     )
 
 
-class EngineKeywords(TypedDict, total=False):
-    """The fields of `EngineSettings` as keywords."""
-
-    top_p: float
-    top_k: int
-    seed: int
-    engine: Engine
-    url: str | Sequence[str] | tuple[str, ...]
-    served_model: str | None
-    batch_size: int | None
-    device: str
-    dtype: Dtype
-
-
 class GenerationSettings(EngineSettings):
     """How completions are drawn, and what runs the model."""
 
@@ -117,15 +94,6 @@ class GenerationSettings(EngineSettings):
     temperature: Temperature = Field(0.0, description=TEMPERATURE)
     max_new_tokens: PositiveInt = Field(1024, description=MAX_NEW_TOKENS)
     stop: Texts = Field((), description="texts that end a completion, and are not part of it")
-
-
-class GenerationKeywords(EngineKeywords, total=False):
-    """The fields of `GenerationSettings` as keywords."""
-
-    samples: int
-    temperature: float
-    max_new_tokens: int
-    stop: str | Sequence[str] | tuple[str, ...]
 
 
 Keep = Literal["correct", "all", "prompt", "reference"]
@@ -202,19 +170,3 @@ NamedTexts = Annotated[dict[str, Text], NotEmpty]
 def files_of(text: tuple[str, ...] | DataRecipe) -> tuple[str, ...]:
     """Where a config's text is, or will be."""
     return (text.file,) if isinstance(text, DataRecipe) else text
-
-
-class DataKeywords(GenerationKeywords, PromptKeywords, total=False):
-    """The fields of `DataSettings` as keywords."""
-
-    verify: str
-    keep: Keep
-    limit: int | None
-    rows: int | None
-    balance: str | None
-    per_prompt: int | None
-    against: str | Sequence[str] | tuple[str, ...]
-    ngram: int
-    allow_code: bool
-    workers: int | None
-    completions: str | Path | None

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
 from moemerge.config.fields import Name, PositiveInt, Strict
-from moemerge.config.settings import MAP, MAX_LENGTH, Flag, MapForm, TextColumns
+from moemerge.config.settings import MAP, MAX_LENGTH, Flag, TextColumns
 from moemerge.config.text_settings import (
     MAX_NEW_TOKENS,
     SAMPLES,
     TEMPERATURE,
-    EngineKeywords,
     EngineSettings,
     PromptSettings,
     Temperature,
@@ -75,29 +73,6 @@ class EvaluationOutputSettings(Strict):
     card: Flag = Field(
         False, description="write the scores into the README.md of each model folder (model-index)"
     )
-
-
-class EvaluationOutKeywords(EngineKeywords, total=False):
-    """The fields of `EvaluationSettings` and `EvaluationOutputSettings` as keywords."""
-
-    protocol: Protocol
-    samples: int
-    temperature: float
-    max_new_tokens: int | None
-    limit: int | None
-    plain: bool
-    allow_code: bool
-    workers: int | None
-    draws: int
-    max_length: int
-    group: str | None
-    map: MapForm
-    out: str | Path
-    rescore: bool
-    lm_eval: str | Sequence[str] | tuple[str, ...]
-    report: str | Path | None
-    overwrite: bool
-    card: bool
 
 
 # --- task files -----------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moemerge.api.listing import method_schemas
-from moemerge.api.stages import check_config
+from moemerge.api import check_config, method_schemas
 from moemerge.checkpoint.locate import is_local
 from moemerge.config.dump import plain_settings
 from moemerge.config.faults import Fault

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, TypedDict
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -248,13 +248,3 @@ class StudySettings(Strict):
         None, description="folder of models that are only measured (default: in OUT)"
     )
     figures: Flag = Field(True, description="draw figures, which needs matplotlib")
-
-
-class StudyKeywords(TypedDict, total=False):
-    """The fields of `StudySettings` as keywords."""
-
-    device: str
-    jobs: int | None
-    keep: Keep | None
-    work: str | Path | None
-    figures: bool

@@ -6,17 +6,16 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
-from moemerge.api.jobs import settings_for
-from moemerge.config.settings import with_keywords
+from moemerge.config.settings import settings_for, with_keywords
 from moemerge.errors import CheckpointError
 from moemerge.lab.experiments.cells import CellJournal, Failure, SetCells, run_cells
 from moemerge.lab.experiments.estimate import StudyEstimate, estimate, largest_model
 from moemerge.lab.experiments.plan import StudyPlan, plan_study
 from moemerge.lab.experiments.plots import require_matplotlib
 from moemerge.lab.experiments.report import write_report
-from moemerge.lab.experiments.settings import StudyKeywords, StudySettings
+from moemerge.lab.experiments.settings import StudySettings
 from moemerge.lab.experiments.study_bench import StudyBench
 from moemerge.lab.experiments.study_file import load_study
 from moemerge.lab.experiments.summary import FindEntry, Summary, summarise
@@ -55,7 +54,7 @@ class StudyReport:
         }
 
 
-@with_keywords(StudyKeywords, StudySettings)
+@with_keywords(StudySettings)
 def study(
     source: str | Path | Mapping[str, Any],
     out: str | Path,
@@ -63,7 +62,7 @@ def study(
     overrides: Mapping[str, Any] | None = None,
     settings: StudySettings | None = None,
     progress: Progress | None = None,
-    **keywords: Unpack[StudyKeywords],
+    **keywords: Any,
 ) -> StudyReport:
     """Make and measure everything in a study file, and write its tables into `out`.
 

@@ -17,6 +17,7 @@ from moemerge.config.fields import Strict
 from moemerge.config.job_settings import DiagnosisSettings
 from moemerge.config.repairs import RepairSettings
 from moemerge.config.text_settings import DataRecipe
+from moemerge.lab import api as lab_api
 from moemerge.lab.evaluation.answers import file_name
 from moemerge.lab.evaluation.job import BenchmarkTask
 from moemerge.lab.evaluation.report import EvaluationReport
@@ -80,7 +81,7 @@ class StudyBench:
     def _write(self, node: StudyNode, out: Path) -> None:
         recipe = DataRecipe.model_validate(node.values["recipe"])
         model, settings = self.path(node.parents[0]), self._here(recipe.settings)
-        api.make_data(model, out, prompts=recipe.prompts, text=recipe.text, settings=settings)
+        lab_api.make_data(model, out, prompts=recipe.prompts, text=recipe.text, settings=settings)
 
     def _merge(self, node: StudyNode, out: Path) -> None:
         paths = {parent.name: self.path(parent) for parent in node.parents if parent.is_model}
@@ -95,7 +96,7 @@ class StudyBench:
         settings = parse_settings(TuningSettings, node.values["settings"], f"study, {node.name}")
         files = [self._files(text) for text in texts]
         limit = _rows(node.values["share"], files, len(texts))
-        api.tune(
+        lab_api.tune(
             self.path(model),
             out,
             data=[file for own in files for file in own],
@@ -181,7 +182,7 @@ class StudyBench:
         self, node: StudyNode, tasks: Sequence[str], data: Mapping[str, tuple[str, ...]]
     ) -> EvaluationReport:
         settings, out = self._here(self.evaluate.settings), self.answers / file_name(node.slug)
-        return api.evaluate(self.path(node), tasks, data=data, settings=settings, out=out)
+        return lab_api.evaluate(self.path(node), tasks, data=data, settings=settings, out=out)
 
     def _losses(self, cell: StudyCell) -> tuple[dict[str, Any], list[str]]:
         """Return the losses on plain texts by document, for a cell of one model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, Self, TypedDict
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field
 
@@ -17,7 +17,6 @@ from moemerge.config.settings import (
     SEED,
     DeviceField,
     Flag,
-    MapForm,
     Seed,
     TextColumns,
 )
@@ -105,35 +104,6 @@ class TuningSettings(Strict):
         return self.model_copy(update=update)
 
 
-class TuningKeywords(TypedDict, total=False):
-    """The fields of `TuningSettings` as keywords."""
-
-    preset: Literal["paper"] | None
-    lora: int | None
-    lora_alpha: float | None
-    adapter: bool
-    only: Literal["routers"] | None
-    aux_loss: float
-    epochs: float
-    steps: int | None
-    batch: int
-    micro_batch: int | None
-    learning_rate: float | None
-    schedule: Schedule
-    warmup: float
-    weight_decay: float
-    clip: float
-    packing: bool
-    recompute: bool
-    save_every: int | None
-    max_length: int
-    limit: int | None
-    seed: int
-    map: MapForm
-    device: str
-    dtype: TuningDtype
-
-
 class TuningOutputSettings(Strict):
     """How the output is written; no part of what is recorded."""
 
@@ -144,11 +114,3 @@ class TuningOutputSettings(Strict):
         False, description="continue a killed run (the same command does so without it)"
     )
     push_to_hub: Name | None = PUSH_TO_HUB
-
-
-class TuningOutputKeywords(TypedDict, total=False):
-    """The fields of `TuningOutputSettings` as keywords."""
-
-    overwrite: bool
-    resume: bool
-    push_to_hub: str | None
