@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moemerge.repairs.distilling.report import DistillReport
     from moemerge.repairs.harc_report import CalibrationReport
     from moemerge.repairs.lockstep.report import RepairReport
-    from moemerge.repairs.pruning.run import PruneReport
+    from moemerge.repairs.prune import PruneReport
     from moemerge.repairs.refitting.report import RefitReport
 
 

@@ -11,7 +11,7 @@ from moemerge.config.repairs import Repair
 RUNNERS = {
     "calibrate": "harc:calibrate",
     "distill": "distilling.run:run_distillation",
-    "prune": "pruning.run:run_prune",
+    "prune": "prune:prune",
     "refit": "refitting.run:run_refit",
 }
 

@@ -19,7 +19,7 @@ from moemerge.errors import ArchitectureError, UsageError
 from moemerge.families.architecture import RouterInfo
 from moemerge.families.opened import OpenModel
 from moemerge.families.roles import ROUTING_ROLES, Role
-from moemerge.repairs.lockstep.models import require_calibratable
+from moemerge.repairs.routers import require_calibratable
 from moemerge.runtime.files import read_object
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""Prune experts: score them on text, and write the model without the lowest scores."""
