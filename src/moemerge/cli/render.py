@@ -25,7 +25,7 @@ from moemerge.runtime.progress import counted
 if TYPE_CHECKING:
     from moemerge.families.describe import Description
     from moemerge.merging.report import MergeReport
-    from moemerge.repairs.lockstep.report import RepairReport
+    from moemerge.repairs.report import RepairReport
 
 SHOWN_NAMES = 3  # names per reason without --verbose
 

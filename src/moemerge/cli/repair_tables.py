@@ -18,9 +18,9 @@ from moemerge.runtime.progress import counted
 if TYPE_CHECKING:
     from moemerge.repairs.distilling.report import DistillReport
     from moemerge.repairs.harc_report import CalibrationReport
-    from moemerge.repairs.lockstep.report import RepairReport
     from moemerge.repairs.prune import PruneReport
     from moemerge.repairs.refitting.report import RefitReport
+    from moemerge.repairs.report import RepairReport
 
 
 # --- a calibration --------------------------------------------------------------------------------

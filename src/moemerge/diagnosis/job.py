@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-
-from torch import Tensor
 
 from moemerge.config.job_settings import DiagnosisSettings
 from moemerge.config.models import ModelLike
@@ -21,8 +19,9 @@ from moemerge.forward.settings import (
     logit_batch_tokens,
     vocabulary_size,
 )
-from moemerge.repairs.lockstep.experts import find_maps
-from moemerge.repairs.lockstep.inputs import (
+from moemerge.forward.walk import Member
+from moemerge.repairs.experts import find_maps
+from moemerge.repairs.inputs import (
     JobText,
     check_domain,
     check_names,
@@ -30,7 +29,7 @@ from moemerge.repairs.lockstep.inputs import (
     read_text,
     require_streamable,
 )
-from moemerge.repairs.lockstep.models import (
+from moemerge.repairs.routers import (
     ChosenRouters,
     PairedRouter,
     pair_routing,
@@ -38,7 +37,6 @@ from moemerge.repairs.lockstep.models import (
     require_same_family,
     with_routers_of,
 )
-from moemerge.repairs.lockstep.streams import Need, Side
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.ranks import Ranks, own_device
 from moemerge.text.batches import Batch, make_batches, own_share
@@ -169,7 +167,7 @@ def prepare(request: DiagnosisRequest, ranks: Ranks, text: JobText | None = None
         ]
         notices += check_same_tokens(read, text.tokenizer, other, what=other.what, hint=SAME_MODELS)
     dtype = forward_dtype(settings.dtype, model, device)
-    stream = StreamSettings(device, dtype, settings.offload, readers=ranks)
+    stream = StreamSettings(device, dtype, settings.offload)
     return DiagnosisJob(request, subjects, sources, routers, text, stream, tuple(notices), ranks)
 
 
@@ -219,56 +217,53 @@ COMPARED_COPIES = 24
 
 
 @dataclass(frozen=True)
-class MeasuredSide(Side):
+class Side:
     """A model that runs to its end, where its loss is measured."""
 
-    loss: NextTokenLoss = field(kw_only=True)
+    model: OpenModel
+    loss: NextTokenLoss
+    domains: tuple[str, ...] | None = None  # None: all
+    # Of a model with another's routers, run on the domain of the source that is part of it.
+    weights_of: str = ""
+    routers_of: str = ""
 
     @property
-    def on_output(self) -> Callable[[Batch, Tensor], None]:
-        return self.loss.add
+    def member(self) -> Member:
+        return Member(self.model.checkpoint, self.domains, "logits", self.loss.add)
 
 
-@dataclass(frozen=True)
-class SwappedSide(MeasuredSide):
-    """A model with another's routers, run on the domain of the source that is part of it."""
-
-    weights_of: str = MODEL
-    routers_of: str = MODEL
-
-
-def sides_of(job: DiagnosisJob) -> dict[str, MeasuredSide]:
+def sides_of(job: DiagnosisJob) -> dict[str, Side]:
     """Return every model that is run, by name; the diagnosed one first."""
-    ranks = job.ranks
-    sides: dict[str, MeasuredSide] = {
-        model.name: MeasuredSide(model, loss=NextTokenLoss(ranks)) for model in job.subjects
-    }
+    sides = {model.name: Side(model, NextTokenLoss(job.ranks)) for model in job.subjects}
     for name, source in job.sources.items():
         own = (name, check_domain(name))
-        sides[name] = MeasuredSide(source, own, loss=NextTokenLoss(ranks))
-    if job.request.settings.swaps:
-        for name, source in job.sources.items():
-            for weights, routers in ((job.model, source), (source, job.model)):
-                sides[f"{name}: {weights.name} with the routers of {routers.name}"] = SwappedSide(
-                    with_routers_of(weights, routers),
-                    (name,),
-                    loss=NextTokenLoss(ranks),
-                    weights_of=weights.name,
-                    routers_of=routers.name,
-                )
+        sides[name] = Side(source, NextTokenLoss(job.ranks), own)
+    for name, source in job.sources.items() if job.request.settings.swaps else ():
+        for weights, routers in ((job.model, source), (source, job.model)):
+            sides[f"{name}: {weights.name} with the routers of {routers.name}"] = Side(
+                with_routers_of(weights, routers),
+                NextTokenLoss(job.ranks),
+                (name,),
+                weights.name,
+                routers.name,
+            )
     return sides
 
 
-def memory_need(job: DiagnosisJob, sides: Mapping[str, Side]) -> Need:
+def extra_bytes(job: DiagnosisJob) -> int:
     """Return the larger of one batch's logits and one batch's comparison."""
     largest = max(batch.input_ids.numel() for batch in job.batches)
     words = vocabulary_size(job.model)
     logits = largest * words * job.stream.dtype.itemsize + 2 * 4 * LOSS_TOKENS * words
     experts = max(pair.info.rows for pair in job.routers.pairs)
+    return max(logits, COMPARED_COPIES * 8 * largest * experts)
+
+
+def memory_hints(job: DiagnosisJob) -> list[str]:
+    """Return advice for too little memory."""
     hints = ["lower `max_tokens` or `max_length`"]
     if job.request.settings.swaps:
         hints.append("without `swaps`, half the number of models run")
     if len(job.subjects) > 1:
         hints.append("diagnose the models one by one, without `against`")
-    extra = max(logits, COMPARED_COPIES * 8 * largest * experts)
-    return Need(f"diagnosis of {len(sides)} models in parallel", extra, hints)
+    return hints

@@ -15,8 +15,7 @@ from moemerge.diagnosis.results import MODEL, Diagnosis
 from moemerge.diagnosis.run import diagnose
 from moemerge.diagnosis.verdict import NOTICEABLE
 from moemerge.errors import MoeMergeError
-from moemerge.repairs.lockstep.inputs import JobText
-from moemerge.repairs.lockstep.request import RepairRequest
+from moemerge.repairs.inputs import JobText, RepairRequest
 from moemerge.report.page import require_page, write_page
 from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.runtime.progress import Progress

@@ -25,9 +25,9 @@ from moemerge.diagnosis.advice import Measurements, advise
 from moemerge.diagnosis.job import (
     DiagnosisJob,
     DiagnosisRequest,
-    MeasuredSide,
-    SwappedSide,
-    memory_need,
+    Side,
+    extra_bytes,
+    memory_hints,
     prepare,
     sides_of,
 )
@@ -48,12 +48,11 @@ from moemerge.families.architecture import RouterInfo
 from moemerge.families.describe import describe_gate
 from moemerge.families.opened import OpenModel
 from moemerge.forward.losses import DocumentLosses, MeanLoss
-from moemerge.forward.router_stream import RouterStop
-from moemerge.repairs.lockstep.experts import ExpertMap
-from moemerge.repairs.lockstep.inputs import settings_data
-from moemerge.repairs.lockstep.models import PairedRouter
-from moemerge.repairs.lockstep.output import Output
-from moemerge.repairs.lockstep.streams import Stops, Visitor, open_lockstep, walk
+from moemerge.forward.stops import ModuleStop
+from moemerge.forward.walk import open_walk
+from moemerge.repairs.experts import ExpertMap
+from moemerge.repairs.inputs import settings_data
+from moemerge.repairs.routers import PairedRouter, paired_stops
 from moemerge.routing.figures import FIGURES
 from moemerge.routing.measure import FigureSums, RouterView, compare
 from moemerge.runtime.devices import resolve_device
@@ -80,15 +79,19 @@ def diagnose(job: DiagnosisJob, progress: Progress, seen: Collection[str] = ()) 
             progress.note(notice)
     sides = sides_of(job)
     comparison = RoutingComparison(job, sides)
-    with open_lockstep(
-        sides,
+    with open_walk(
+        {name: side.member for name, side in sides.items()},
         job.batches,
         job.stream,
-        layers=job.routers.layers,
-        need=memory_need(job, sides),
+        job=f"diagnosis of {len(sides)} models in parallel",
+        extra=lambda walk: extra_bytes(job),
+        hints=memory_hints(job),
         progress=progress,
-    ) as lockstep:
-        walk(lockstep, job.routers.pairs, comparison, Output(), job.ranks)
+    ) as walk:
+        for number in walk:
+            pairs = [pair for pair in job.routers.pairs if pair.info.layer == number]
+            for pair, stops in paired_stops(walk, pairs):
+                comparison.visit(pair, stops)
     for model in (*job.subjects, *job.sources.values()):
         model.checkpoint.require_unchanged()
     checked, memorised = check_losses(job, sides)
@@ -98,20 +101,19 @@ def diagnose(job: DiagnosisJob, progress: Progress, seen: Collection[str] = ()) 
     return _diagnosis(job, sides, comparison, checked, memorised, seconds)
 
 
-class RoutingComparison(Visitor):
-    """Visits routers and compares every subject with every source, on the same tokens."""
+class RoutingComparison:
+    """Compares every subject with every source, on the same tokens."""
 
-    def __init__(self, job: DiagnosisJob, sides: Mapping[str, MeasuredSide]) -> None:
+    def __init__(self, job: DiagnosisJob, sides: Mapping[str, Side]) -> None:
         self.job = job
-        self.swapped = {n: side for n, side in sides.items() if isinstance(side, SwappedSide)}
+        self.swapped = {name: side for name, side in sides.items() if side.routers_of}
         self.rows: list[LayerDiagnosis] = []
         # Tokens with a mismatch at some router: a (tokens,) bool per batch.
         self._missed: dict[tuple[str, str], list[Tensor]] = {}
         self._swap_sums: dict[str, FigureSums] = {}
 
-    def visit(self, pair: PairedRouter, stops: Stops) -> None:
+    def visit(self, pair: PairedRouter, waiting: Mapping[str, ModuleStop]) -> None:
         """Compare all models, which wait at a router."""
-        waiting = {MODEL: stops.lead, **stops.others}
         for name, source in self.job.sources.items():
             experts = pair.experts.get(name)
             wanted = router_view(source, pair.sources[name], waiting[name], experts)
@@ -147,7 +149,7 @@ class RoutingComparison(Visitor):
         )
 
     def _compare_swapped(
-        self, name: str, wanted: RouterView, pair: PairedRouter, stops: Mapping[str, RouterStop]
+        self, name: str, wanted: RouterView, pair: PairedRouter, stops: Mapping[str, ModuleStop]
     ) -> None:
         own = stops[name].by_batch(name)
         for key, side in self.swapped.items():
@@ -172,7 +174,7 @@ class RoutingComparison(Visitor):
 
 
 def router_view(
-    model: OpenModel, info: RouterInfo, stop: RouterStop, experts: ExpertMap | None = None
+    model: OpenModel, info: RouterInfo, stop: ModuleStop, experts: ExpertMap | None = None
 ) -> RouterView:
     """Return a stopped model's router with its gate and selection bias.
 
@@ -196,7 +198,7 @@ def router_view(
 
 
 def _total(
-    comparison: RoutingComparison, sides: Mapping[str, MeasuredSide], subject: str, domain: str
+    comparison: RoutingComparison, sides: Mapping[str, Side], subject: str, domain: str
 ) -> DomainTotal:
     return DomainTotal.of(
         [row for row in comparison.rows if row.model == subject and row.domain == domain],
@@ -224,7 +226,7 @@ def _swaps(comparison: RoutingComparison, totals: Sequence[DomainTotal]) -> tupl
 
 def _diagnosis(
     job: DiagnosisJob,
-    sides: Mapping[str, MeasuredSide],
+    sides: Mapping[str, Side],
     comparison: RoutingComparison,
     checked: tuple[CheckLoss, ...],
     memorised: Sequence[str],
@@ -373,7 +375,7 @@ def has_memorised(own: MeanLoss, check: MeanLoss) -> bool:
 
 
 def check_losses(
-    job: DiagnosisJob, sides: Mapping[str, MeasuredSide]
+    job: DiagnosisJob, sides: Mapping[str, Side]
 ) -> tuple[tuple[CheckLoss, ...], list[str]]:
     """Return the loss of every model on check text, and notices about memorised text."""
     losses: list[CheckLoss] = []

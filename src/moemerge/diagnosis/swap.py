@@ -18,7 +18,7 @@ from moemerge.config.models import ModelLike
 from moemerge.config.yaml_lines import config_for
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.families.opened import OpenModel, open_model
-from moemerge.repairs.lockstep.models import (
+from moemerge.repairs.routers import (
     layers_among,
     pair_routing,
     require_same_family,

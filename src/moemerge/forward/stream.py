@@ -205,6 +205,12 @@ class ModelStream:
         router = next((r for r in self.anatomy.routers if r.path == self._at.key), None)
         return ModuleStop(self._at.key, self.layer, arrivals, same, router, self.weights)
 
+    def routers(self) -> Iterator[ModuleStop]:
+        """Run the layer to each of its routers in turn."""
+        paths = [router.path for router in self.anatomy.routers if router.layer == self.layer]
+        while (stop := self.run_to(paths)) is not None:
+            yield stop
+
     def finish_layer(self) -> None:
         """Run the layer to its end."""
         while not self._has_left_layer():

@@ -83,12 +83,9 @@ class Walk:
 
     def routers(self) -> Iterator[dict[str, ModuleStop]]:
         """Run all models to each router of the layer in turn."""
-        paths = {
-            name: [router.path for router in stream.anatomy.routers if router.layer == stream.layer]
-            for name, stream in self.streams.items()
-        }
+        routers = {name: stream.routers() for name, stream in self.streams.items()}
         while True:
-            stops = {name: stream.run_to(paths[name]) for name, stream in self.streams.items()}
+            stops = {name: next(own, None) for name, own in routers.items()}
             there = {name: stop for name, stop in stops.items() if stop is not None}
             if not there:
                 return

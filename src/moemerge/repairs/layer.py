@@ -32,7 +32,7 @@ from torch import Tensor
 from moemerge.checkpoint.patch import Quantised
 from moemerge.checkpoint.reader import OverlaidCheckpoint
 from moemerge.config.settings import ForwardSettings
-from moemerge.errors import ArchitectureError, NumericalError, ResourceError
+from moemerge.errors import NumericalError, ResourceError
 from moemerge.families.opened import OpenModel, open_model
 from moemerge.forward.known_configs import require_loadable
 from moemerge.forward.settings import StreamSettings, batch_tokens, forward_dtype
@@ -52,7 +52,7 @@ from moemerge.repairs.inputs import (
 from moemerge.repairs.output import Output as RepairOutput
 from moemerge.repairs.output import RefusedResultError
 from moemerge.repairs.report import RepairReport
-from moemerge.repairs.routers import MERGED, PairedRouter, Router, require_same_family
+from moemerge.repairs.routers import MERGED, PairedRouter, Router, paired_stops, require_same_family
 from moemerge.runtime.devices import is_out_of_memory, resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.process import disk_bytes_read
@@ -282,28 +282,9 @@ class Layer:
 
     def routers(self) -> Iterator[Router]:
         """Run all models to each router of the layer that was paired, in the order they run."""
-        left = {pair.info.weight: pair for pair in self.job.pairs if pair.info.layer == self.number}
-        for stops in self._walk.routers():
-            stop = stops.pop(MERGED)
-            pair = left.pop(stop.weight_name, None)
-            if pair is None:
-                raise ArchitectureError(
-                    f"{self.job.merged.label}: {stop.weight_name} is run as a router, but the "
-                    "table of families knows nothing of it"
-                )
-            for name, other in stops.items():
-                if other.weight_name != pair.sources[name].weight:
-                    raise ArchitectureError(
-                        f"{self.job.merged.label} is at {stop.weight_name}, {name!r} at "
-                        f"{other.weight_name}",
-                        hint="the models' config.json must describe the same structure",
-                    )
-            yield Router(self.job.merged, self.job.sources, pair, stop, stops)
-        if left:
-            raise ArchitectureError(
-                f"{self.job.merged.label}: the model never ran {', '.join(sorted(left))}",
-                hint="config.json and weights may not belong together",
-            )
+        pairs = [pair for pair in self.job.pairs if pair.info.layer == self.number]
+        for pair, stops in paired_stops(self._walk, pairs):
+            yield Router(self.job.merged, self.job.sources, pair, stops.pop(MERGED), stops)
 
     def replace(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Use these tensors from here on and store them in OUT, by their names on disk.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moemerge.forward.stops import ModuleStop
+    from moemerge.forward.walk import Walk
 
 
 def routing_tensors(model: OpenModel, layers: Collection[int] | None = None) -> dict[str, str]:
@@ -405,6 +406,36 @@ def read_router(
         selection = tensors[router.selection_bias].reshape(-1)[: router.rows]
         selection = selection if experts is None else experts.mean(selection)
     return RouterWeights(tensors[router.weight], bias, selection, router.rows, experts)
+
+
+def paired_stops(
+    walk: Walk, pairs: Sequence[PairedRouter]
+) -> Iterator[tuple[PairedRouter, dict[str, ModuleStop]]]:
+    """Run all models to each of the routers of a layer, in the order in which they run them.
+
+    The leading model is the one that the routers are paired for.
+    """
+    left = {pair.info.weight: pair for pair in pairs}
+    lead, label = next(iter(walk.streams)), walk.lead.checkpoint.label
+    for stops in walk.routers() if pairs else ():
+        name = stops[lead].weight_name
+        pair = left.pop(name, None)
+        if pair is None:
+            raise ArchitectureError(
+                f"{label}: {name} is run as a router, but the table of families knows nothing of it"
+            )
+        for other, info in pair.sources.items():
+            if other in stops and stops[other].weight_name != info.weight:
+                raise ArchitectureError(
+                    f"{label} is at {name}, {other!r} at {stops[other].weight_name}",
+                    hint="the models' config.json must describe the same structure",
+                )
+        yield pair, stops
+    if left:
+        raise ArchitectureError(
+            f"{label}: the model never ran {', '.join(sorted(left))}",
+            hint="config.json and weights may not belong together",
+        )
 
 
 class StoredRouters:

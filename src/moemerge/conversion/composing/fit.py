@@ -19,9 +19,9 @@ from moemerge.config.job_settings import ExpertEntry
 from moemerge.errors import ArchitectureError, DataError, NumericalError
 from moemerge.families.opened import OpenModel
 from moemerge.families.rules import Gate, Score
-from moemerge.forward.old_stream import ModelStream
-from moemerge.forward.router_stream import RouterStop, RouterStream
 from moemerge.forward.settings import StreamSettings, batch_tokens
+from moemerge.forward.stops import ModuleStop
+from moemerge.forward.stream import ModelStream
 from moemerge.routing.cg import Status
 from moemerge.routing.exact import minimise_divergence
 from moemerge.routing.gates import divergence
@@ -62,10 +62,13 @@ def fit_routers(
     batches = make_batches([one.domain for one in domains], batch_tokens=most)
     weights: dict[str, Tensor] = {}
     rows = []
-    with RouterStream(model.checkpoint, batches, settings, progress=progress) as stream:
-        for stop in stream:
+    last = max(router.layer for router in model.architecture.routers())
+    with ModelStream(
+        model.checkpoint, batches, settings, last_layer=last, progress=progress
+    ) as stream:
+        for stop in (stop for _ in stream for stop in stream.routers()):
             weight, row = _fit(model, stop, domains, old)
-            stop.replace_stored({stop.weight_name: weight})
+            stream.put({stop.weight_name: weight})
             weights[stop.weight_name] = weight
             rows.append(row)
             progress.note(
@@ -75,7 +78,7 @@ def fit_routers(
 
 
 def _fit(
-    model: OpenModel, stop: RouterStop, domains: Sequence[FitDomain], old: int
+    model: OpenModel, stop: ModuleStop, domains: Sequence[FitDomain], old: int
 ) -> tuple[Tensor, dict[str, Any]]:
     gate = model.architecture.gate(stop.layer)
     if gate is None or gate.score is not Score.SOFTMAX or gate.soft_cap or gate.scale != 1.0:
@@ -146,7 +149,7 @@ def fit_added_rows(
 
 
 def _features(
-    stop: RouterStop, one: FitDomain, router: Tensor, old: int, *, holdout: bool = False
+    stop: ModuleStop, one: FitDomain, router: Tensor, old: int, *, holdout: bool = False
 ) -> DomainFeatures:
     blocks = stop.inputs(one.domain.name, holdout=holdout)
     targets = [target_logits(x, router, one.experts, old) for x in blocks]
@@ -279,18 +282,24 @@ def hidden_rows(
     ]
     batches = make_batches(domains, batch_tokens=1)  # one prompt each: no padding
     found: dict[int, Tensor] = {}
-    with ModelStream(base.checkpoint, batches, settings, progress=progress) as stream:
-        stream.stop_at_layers(inputs=True)
-        for stop in stream:
-            if stop.kind != "layer" or stop.layer not in layers:
+    with ModelStream(
+        base.checkpoint,
+        batches,
+        settings,
+        last_layer=max(layers),
+        layer_inputs=True,
+        progress=progress,
+    ) as stream:
+        for number in stream:
+            if number not in layers:
                 continue
-            means = {
-                d.name: torch.stack([x[-1].double() for x in stop.inputs(d.name)]).mean(dim=0)
-                for d in domains
-            }
+            last: dict[str, list[Tensor]] = {d.name: [] for d in domains}
+            for one in stream.entered:
+                last[one.batch.domain].append(one.given[0][-1].double())
+            means = {name: torch.stack(rows).mean(dim=0) for name, rows in last.items()}
             count = range(len(prompts))
             rows = [_unit(means[f"{n} +"] - means.get(f"{n} -", 0.0)) for n in count]
-            found[stop.layer] = torch.stack(rows).cpu()
+            found[number] = torch.stack(rows).cpu()
     return found
 
 

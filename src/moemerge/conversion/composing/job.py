@@ -32,7 +32,7 @@ from moemerge.errors import ArchitectureError, ConfigError
 from moemerge.families.config_check import check_config, check_model_config
 from moemerge.families.names import split_layer
 from moemerge.families.opened import OpenModel, open_model
-from moemerge.repairs.lockstep.experts import config_with_experts
+from moemerge.repairs.experts import config_with_experts
 from moemerge.runtime.devices import check_device
 from moemerge.runtime.dtypes import Dtype, parse_dtype
 

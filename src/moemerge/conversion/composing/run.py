@@ -37,8 +37,8 @@ from moemerge.conversion.composing.tensors import ComposedTensor
 from moemerge.errors import ConfigError
 from moemerge.families.opened import OpenModel, open_model
 from moemerge.forward.settings import StreamSettings, forward_dtype
-from moemerge.repairs.lockstep.inputs import settings_data
-from moemerge.repairs.lockstep.output_files import COMPOSITION
+from moemerge.repairs.card import COMPOSITION
+from moemerge.repairs.inputs import settings_data
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress, counted

@@ -24,7 +24,7 @@ from moemerge.families.names import split_layer
 from moemerge.families.opened import OpenModel, open_model
 from moemerge.families.roles import WHOLE, Unit
 from moemerge.forward.loading import loaded_architecture, map_stored
-from moemerge.repairs.lockstep.output_files import earlier_report
+from moemerge.repairs.card import earlier_report
 from moemerge.runtime.progress import Progress, counted, first_few
 
 SHARD_BYTES: Final = 5 * 10**9

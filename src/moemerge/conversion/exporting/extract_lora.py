@@ -41,7 +41,7 @@ from moemerge.conversion.exporting.targets import (
 from moemerge.errors import ArchitectureError, CheckpointError, NumericalError
 from moemerge.families.opened import OpenModel, open_model
 from moemerge.families.roles import WHOLE
-from moemerge.repairs.lockstep.models import require_same_family
+from moemerge.repairs.routers import require_same_family
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.files import write_file

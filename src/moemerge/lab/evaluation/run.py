@@ -17,8 +17,8 @@ from moemerge.config.models import ModelLike
 from moemerge.errors import DataError
 from moemerge.families.opened import OpenModel, open_model
 from moemerge.forward.losses import DocumentLosses, NextTokenLoss
-from moemerge.forward.old_stream import ModelStream
 from moemerge.forward.settings import StreamSettings, forward_dtype, logit_batch_tokens
+from moemerge.forward.stream import ModelStream
 from moemerge.lab.evaluation.answers import (
     AnswersByModel,
     ScoredTask,
@@ -42,7 +42,7 @@ from moemerge.lab.evaluation.page import check_cards, page_document, write_cards
 from moemerge.lab.evaluation.report import EvaluationReport, TaskScores, compare_models
 from moemerge.lab.evaluation.settings import EvaluationSettings
 from moemerge.lab.evaluation.text_losses import TextPerplexity, compare_losses
-from moemerge.repairs.lockstep.output_files import earlier_report
+from moemerge.repairs.card import earlier_report
 from moemerge.report.scores import write_scores_page
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.files import make_folder, write_whole

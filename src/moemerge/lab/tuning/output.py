@@ -23,7 +23,7 @@ from moemerge.config.yaml_lines import dump_document
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.families.roles import Role
 from moemerge.lab.tuning.job import TuningJob
-from moemerge.repairs.lockstep.output_files import TUNING, earlier_report
+from moemerge.repairs.card import TUNING, earlier_report
 from moemerge.runtime.progress import counted
 from moemerge.version import __version__
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moemerge.checkpoint.output import writing
 from moemerge.families.opened import OpenModel
-from moemerge.forward.old_stream import ModelStream
 from moemerge.forward.settings import StreamSettings
+from moemerge.forward.stream import ModelStream
 from moemerge.runtime.files import write_file
 from moemerge.runtime.progress import Progress
 from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches

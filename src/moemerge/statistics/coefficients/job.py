@@ -15,7 +15,7 @@ from moemerge.errors import UsageError
 from moemerge.families.names import split_layer
 from moemerge.families.opened import OpenModel, open_model
 from moemerge.forward.settings import StreamSettings, batch_tokens, forward_dtype
-from moemerge.repairs.lockstep.inputs import check_same_tokens, read_text, require_streamable
+from moemerge.repairs.inputs import check_same_tokens, read_text, require_streamable
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.text.batches import Batch, make_batches

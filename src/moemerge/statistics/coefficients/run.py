@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moemerge.config.coefficients import dump_coefficients
-from moemerge.repairs.lockstep.inputs import settings_data
+from moemerge.repairs.inputs import settings_data
 from moemerge.runtime.files import write_whole
 from moemerge.runtime.progress import Progress
 from moemerge.statistics.coefficients.adamerging import adamerging, expertmerging

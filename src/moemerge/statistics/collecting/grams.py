@@ -24,8 +24,8 @@ from moemerge.forward.input_hooks import (
     head_input,
     linear_weights,
 )
-from moemerge.forward.old_stream import ModelStream
 from moemerge.forward.stops import Call
+from moemerge.forward.stream import ModelStream
 from moemerge.forward.tokens import real_rows, real_tokens
 from moemerge.runtime.ranks import Ranks
 from moemerge.statistics import StatisticsWriter
@@ -83,7 +83,6 @@ class InputCollector:
         self._units = units
         self._hooks = {hook.path: hook for hooks in stream.input_hooks.layers for hook in hooks}
         stream.listen(self._hooks, self.on_calls)
-        stream.stop_at_layers()
         if stream.input_hooks.notice:
             self.notices.append(stream.input_hooks.notice)
 

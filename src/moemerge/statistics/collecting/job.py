@@ -95,7 +95,7 @@ def prepare(request: CollectRequest, ranks: Ranks) -> CollectingJob:
         request=request,
         model=model,
         domain=domain,
-        stream=StreamSettings(device, dtype, settings.offload, readers=ranks),
+        stream=StreamSettings(device, dtype, settings.offload),
         provenance=Provenance(
             model=model.label,
             family=family_name(model.architecture),

@@ -13,7 +13,7 @@ from moemerge.checkpoint.output import temporary_sibling
 from moemerge.config.models import ModelRef
 from moemerge.config.requests import StatisticsRequest
 from moemerge.forward.input_hooks import UnitMap
-from moemerge.forward.old_stream import ModelStream
+from moemerge.forward.stream import ModelStream
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks
@@ -101,9 +101,9 @@ def _inputs(
         units = UnitMap(job.model.checkpoint, job.model.architecture, stream.names)
         units.require_experts(stream.input_hooks)
         collector.attach(stream, units)
-        for stop in stream:
-            if stop.layer > 0:
-                collector.on_layer(stop.layer - 1)
+        for number in stream:
+            stream.finish_layer()
+            collector.on_layer(number)
         collector.finish()
     return collector.notices, collector.unvisited
 
