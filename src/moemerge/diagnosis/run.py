@@ -249,16 +249,15 @@ def _diagnosis(
     models = tuple(NamedModel(model.name, model.label) for model in job.subjects)
     shown = display_names([model.label for model in models])
     names = {model.name: name for model, name in zip(models, shown, strict=True)}
-    routed = sorted({p.layer for p in job.model.architecture.routers() if p.served})
+    words = command_words(request)
     measured = Measurements(
         [row for row in rows if row.domain in domains],
         with_source,
         [swap for swap in swaps if swap.domain in domains],
-        calibrations,
-        refits,
+        [name for name, done in (("calibrate", calibrations), ("refit", refits)) if MODEL in done],
         names,
-        routed,
         elsewhere=[total for total in totals if total.domain not in domains],
+        command=shlex.join([words[0], "OUT", *words[1:]]),
     )
     return Diagnosis(
         version=__version__,
@@ -328,9 +327,9 @@ def _repair_of(model: OpenModel, part: str) -> dict[str, Any] | None:
     return dict(section)
 
 
-def command_of(request: DiagnosisRequest) -> str:
-    """Return the command line that repeats this diagnosis."""
-    words = ["moemerge", "diagnose", str(request.model)]
+def command_words(request: DiagnosisRequest) -> list[str]:
+    """Return the model, its sources and text as arguments of a command."""
+    words = [str(request.model)]
     for name in request.references:
         words += ["--source", f"{name}={request.sources[name]}"] if name in request.sources else []
         for file in source_names(request.data[name]):
@@ -340,6 +339,12 @@ def command_of(request: DiagnosisRequest) -> str:
             words += ["--check", f"{name}={file}"]
     for name, experts in request.experts.items():
         words += ["--experts", f"{name}={experts}"]
+    return words
+
+
+def command_of(request: DiagnosisRequest) -> str:
+    """Return the command line that repeats this diagnosis."""
+    words = ["moemerge", "diagnose", *command_words(request)]
     for other in request.against:
         words += ["--against", str(other)]
     usual = {name: field.default for name, field in DiagnosisSettings.model_fields.items()}

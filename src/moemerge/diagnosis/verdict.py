@@ -51,6 +51,12 @@ class Overall:
         return math.fsum(gaps) / len(gaps) if gaps else None
 
     @property
+    def loses_nothing(self) -> bool:
+        """Whether it predicts the text as well as its sources."""
+        gap = self.loss_gap
+        return gap is not None and gap < NOTICEABLE
+
+    @property
     def routes_exactly(self) -> bool:
         return all(total.mismatch == 0 and total.kl == 0 for total in self.totals)
 
@@ -64,8 +70,8 @@ def overall_totals(totals: Sequence[DomainTotal]) -> dict[str, Overall]:
 def won_back(swaps: Sequence[Swap]) -> float | None:
     """Return the share of the lost loss that the sources' routers win back in the merged weights.
 
-    It bounds what any repair of routers can gain. None if it was not measured, or if the merge lost
-    nothing noticeable.
+    It is a forecast of what calibration gains; distilled routers may win back more. None if it was
+    not measured, or if the merge lost nothing noticeable.
     """
     found = [(gain, loss) for _, gain, loss in gains_by_swaps(swaps)]
     if not found:
@@ -87,38 +93,20 @@ def gains_by_swaps(swaps: Sequence[Swap]) -> Iterator[tuple[str, float, float]]:
         yield domain, merged - repaired, merged - source
 
 
-def routers_matter(swaps: Sequence[Swap]) -> bool:
-    """Return False if swaps show that the routers are not the problem."""
-    bound = won_back(swaps)
-    return bound is None or bound >= WORTH
+def recommended(models: Mapping[str, Overall]) -> tuple[str, ...]:
+    """Return the model with the least loss; among equals that with the least mismatch.
 
-
-def recommended(models: Mapping[str, Overall], swaps: Sequence[Swap] = ()) -> tuple[str, ...]:
-    """Return the model with the least mismatch, and another if it predicts noticeably better.
-
-    Of models with the same displayed mismatch, the one with the least loss is returned; if that is
-    equal too, the diagnosed model. If the routers are not the problem, the loss alone decides.
+    Without losses the mismatch decides. The diagnosed model is first among equals.
     """
-    if not routers_matter(swaps):
-        return (_least_loss(list(models.values())).model,)
-    routes_best = min(models.values(), key=lambda one: one.mismatch)
-    shown = percent(routes_best.mismatch)
-    alike = [one for one in models.values() if percent(one.mismatch) == shown]
-    routes_best = _least_loss(alike)
-    predicts_best = _least_loss(list(models.values()))
-    gaps = routes_best.loss_gap, predicts_best.loss_gap
-    if gaps[0] is None or gaps[1] is None or gaps[0] <= gaps[1] + NOTICEABLE:
-        return (routes_best.model,)
-    return (routes_best.model, predicts_best.model)
-
-
-def _least_loss(models: Sequence[Overall]) -> Overall:
-    """Return the first model whose loss is noticeably the least."""
-    least = min((one.loss_gap for one in models if one.loss_gap is not None), default=None)
-    for one in models:
-        if least is None or (one.loss_gap is not None and one.loss_gap <= least + NOTICEABLE):
-            return one
-    raise AssertionError("unreachable: some model has the least loss")
+    gaps = {name: one.loss_gap for name, one in models.items()}
+    least = min((gap for gap in gaps.values() if gap is not None), default=None)
+    alike = [
+        name
+        for name, gap in gaps.items()
+        if least is None or (gap is not None and gap <= least + NOTICEABLE)
+    ]
+    # Rounded as it is displayed, so that equal texts are equal.
+    return (min(alike, key=lambda name: round(models[name].mismatch, 3)),)
 
 
 def verdict_of(
@@ -132,7 +120,7 @@ def verdict_of(
     `names` are the display names of models, if they differ from those in the totals.
     """
     models = overall_totals(totals)
-    own, best = models[MODEL], recommended(models, swaps)
+    own, best = models[MODEL], recommended(models)
     mismatch, touched, gap = own.mismatch, own.mean("any_mismatch"), own.loss_gap
     third = (
         KeyNumber("KL of the routing", own.mean("kl"), plain(own.mean("kl")))
@@ -170,33 +158,24 @@ def _bound(swaps: Sequence[Swap]) -> list[str]:
         return []
     share = f"the sources' own routers win back {percent(min(bound, 1))} of the lost loss"
     if bound < WORTH:
-        return [f"The routers are not the problem: {share}, the most that routers can give."]
-    return [f"The routers cost loss: {share}, the most that routers can give."]
+        return [f"The routers are not the problem: {share}."]
+    return [f"The routers cost loss: {share}."]
 
 
 def _compared(
-    models: Mapping[str, Overall], recommended: Sequence[str], names: Mapping[str, str]
+    models: Mapping[str, Overall], best: Sequence[str], names: Mapping[str, str]
 ) -> list[str]:
-    """Describe the recommended one of the other models, or the one that routes best."""
-    others = [one for name, one in models.items() if name != MODEL]
-    if not others:
+    """Name the recommended model, if it is another one, with both figures."""
+    if best[0] == MODEL:
         return []
-    own, best = models[MODEL], min(others, key=lambda one: one.mismatch)
-    if MODEL not in recommended:
-        best = models[recommended[0]]
-    name, share = names.get(best.model, best.model), percent(best.mismatch)
-    if MODEL not in recommended and best.mismatch >= own.mismatch:
-        return [f"{name} predicts the text better, with a mismatch of {share}."]
-    if share == percent(own.mismatch):
-        if MODEL not in recommended:
-            return [f"{name} routes alike ({share}) and predicts the text better."]
-        return [f"{name} routes no better: {share}."]
-    if best.mismatch < own.mismatch:
-        return [f"{name} routes better: {share}."]
+    one, own = models[best[0]], models[MODEL]
+    losses = ""
+    if one.loss_gap is not None and own.loss_gap is not None:
+        losses = (
+            f", loss above the sources' {one.loss_gap:+.3f} instead of {own.loss_gap:+.3f} nats"
+        )
     return [
-        f"The others route worse; the best of them is {name}: {share}."
-        if len(others) > 1
-        else f"{name} routes worse: {share}."
+        f"{names.get(one.model, one.model)} is better: {percent(one.mismatch)} mismatch{losses}."
     ]
 
 
