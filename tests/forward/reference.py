@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,14 @@ def batches() -> tuple[Batch, ...]:
     return make_batches(domains(), batch_tokens=80)
 
 
-def in_order(stop: Any, batches: tuple[Batch, ...]) -> list[tuple[Batch, Tensor]]:
-    """A stop's inputs of every domain, held-out ones too, in the order of the batches."""
-    pairs = [
-        pair
-        for domain in stop.domains
-        for holdout in (False, True)
-        for pair in stop.by_batch(domain, holdout=holdout)
-    ]
-    return sorted(pairs, key=lambda pair: batches.index(pair[0]))
+def routers(stream: Any) -> Iterator[Any]:
+    """Every stop at a router, over all layers."""
+    return (stop for _ in stream for stop in stream.routers())
+
+
+def inputs_of(stop: Any) -> list[Tensor]:
+    """A copy of a stop's inputs, in the order of the batches."""
+    return [arrival.given[0].clone() for arrival in stop.arrivals]
 
 
 def changed(folder: Path, out: Path, change: Callable[[dict[str, Tensor]], Any]) -> Checkpoint:

@@ -9,8 +9,8 @@ from moemerge.checkpoint.reader import Checkpoint
 from moemerge.forward import compat, fused
 from moemerge.forward.fused import SUFFIX, is_plain_norm, use_fused_norms
 from moemerge.forward.loading import build_skeleton
-from moemerge.forward.router_stream import RouterStream
 from moemerge.forward.settings import StreamSettings
+from moemerge.forward.stream import ModelStream
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -90,8 +90,8 @@ def test_experts_in_their_stored_dtype_compute_the_same(zoo_folder, monkeypatch)
     found = []
     for narrow in (False, True):
         settings = StreamSettings(CPU, torch.float32, narrow_experts=narrow)
-        with RouterStream(Checkpoint.open(folder), batches, settings) as stream:
-            for stop in stream:
+        with ModelStream(Checkpoint.open(folder), batches, settings) as stream:
+            for stop in reference.routers(stream):
                 experts = stream.model.model.layers[stop.layer].mlp.experts
                 assert (experts.down_proj.dtype == BF16) == narrow
                 found.append([a.given[0].clone() for a in stop.arrivals])
@@ -138,16 +138,11 @@ def test_bfloat16_features_are_as_near_as_the_whole_models(family, zoo_folder):
     folder = zoo_folder(family, dtype=BF16)
     batches = reference.batches()
     found = {}
-    with RouterStream(
+    with ModelStream(
         Checkpoint.open(folder), batches, StreamSettings(torch.device("cuda"), BF16)
     ) as stream:
-        for stop in stream:
-            found[stop.path] = [
-                x.clone()
-                for batch in batches
-                for other, x in stop.by_batch(batch.domain, holdout=batch.holdout)
-                if other is batch
-            ]
+        for stop in reference.routers(stream):
+            found[stop.path] = reference.inputs_of(stop)
     exact, plain = (
         reference.run_whole(reference.whole_model(folder, dtype).to("cuda"), [*found], batches)[0]
         for dtype in (torch.float32, BF16)

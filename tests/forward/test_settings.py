@@ -14,7 +14,6 @@ from moemerge.errors import CheckpointError, ResourceError
 from moemerge.families.opened import open_model
 from moemerge.forward import settings
 from moemerge.forward.loading import holds_scores
-from moemerge.forward.router_stream import RouterStream
 from moemerge.forward.settings import (
     PARKED_COPIES,
     MemoryEstimate,
@@ -23,6 +22,7 @@ from moemerge.forward.settings import (
     choose_offload,
 )
 from moemerge.forward.spill import SpillFactory, Tracker, held_by
+from moemerge.forward.stream import ModelStream
 from moemerge.forward.weights import PINNED_BYTES
 from moemerge.runtime.devices import available_memory
 
@@ -58,7 +58,7 @@ SMALL = MemoryEstimate(CPU, "device", 1, 2, 4, 8, 16, 32)
 
 def test_sizes_by_hand(zoo_folder):
     batches = reference.batches()
-    with RouterStream(
+    with ModelStream(
         Checkpoint.open(zoo_folder("olmoe")), batches, StreamSettings(prefetch=True)
     ) as stream:
         memory = stream.memory
@@ -69,15 +69,8 @@ def test_sizes_by_hand(zoo_folder):
     masks = sum(b.padded * b.input_ids.numel() * b.input_ids.shape[1] for b in batches)
     assert memory.parked == PARKED_COPIES * padded * 32 * 4 + masks
     assert memory.features == sum(batch.tokens for batch in batches) * 32 * 4
-    with RouterStream(
-        Checkpoint.open(zoo_folder("olmoe")), batches, StreamSettings(gather=True)
-    ) as stream:
-        gathered = replace(stream.memory, ahead=memory.ahead)
-    assert memory.on_device - gathered.on_device == memory.features  # kept once
-    # What is spilled is spilled whole, and handed out beside that.
-    spilled = replace(memory, offload="disk"), replace(gathered, offload="disk")
-    assert spilled[0].on_device == spilled[1].on_device
-    assert spilled[0].on_disk == spilled[1].on_disk == memory.parked
+    spilled = replace(memory, offload="disk")
+    assert spilled.on_disk == memory.parked
     assert memory.offload == "device"
     assert "parked activations" in memory.describe()
 
@@ -105,7 +98,7 @@ def test_attention_that_keeps_scores_is_counted(zoo_folder):
     batches = reference.batches()
     for family in ("gpt_oss", "mixtral"):
         checkpoint = Checkpoint.open(zoo_folder(family))
-        with RouterStream(checkpoint, batches) as stream:
+        with ModelStream(checkpoint, batches) as stream:
             text = stream.model.config.get_text_config()
             running[holds_scores(checkpoint)] = stream.memory.running, text.num_attention_heads
             assert (text._attn_implementation == "eager") == holds_scores(checkpoint)

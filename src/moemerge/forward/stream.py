@@ -117,6 +117,7 @@ class ModelStream:
         self._hooks: list[RemovableHandle] = []
         self.layer: int | None = None  # whose weights are in memory
         self.entered: Sequence[Arrival] = ()  # hidden states before the layer
+        self._stop: ModuleStop | None = None  # whose inputs are freed when the stream runs on
         self._at: Pause | None = None  # where all batches wait; None before the first step
         self._closed = False
 
@@ -203,7 +204,8 @@ class ModelStream:
         assert self._at is not None
         assert self.layer is not None
         router = next((r for r in self.anatomy.routers if r.path == self._at.key), None)
-        return ModuleStop(self._at.key, self.layer, arrivals, same, router, self.weights)
+        self._stop = ModuleStop(self._at.key, self.layer, arrivals, same, router, self.weights)
+        return self._stop
 
     def routers(self) -> Iterator[ModuleStop]:
         """Run the layer to each of its routers in turn."""
@@ -248,6 +250,9 @@ class ModelStream:
         Return the batches with their inputs there, and whether these are the same tensors as at the
         previous pause.
         """
+        if self._stop is not None:
+            self._stop.arrivals = ()
+        self._stop, self.entered = None, ()
         arrivals: list[Arrival] = []
         flags: list[Tensor] = []
         same = True
@@ -327,6 +332,8 @@ class ModelStream:
         self._closed = True
         for worker in self._workers:
             worker.cancel()
+        if self._stop is not None:
+            self._stop.arrivals = ()
         self._workers, self.entered = [], ()
         for hook in self._hooks:
             hook.remove()

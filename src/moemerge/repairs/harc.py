@@ -73,6 +73,7 @@ def calibrate(layer: Layer, settings: CalibrationSettings) -> None:
         seconds = time.perf_counter() - begin
         row = router_row(layer.number, router.name, problem, solved, figures, seconds)
         layer.report(row, router_line(row))
+        del problem  # the features, before the layer runs on
 
 
 @dataclass(frozen=True)
