@@ -94,9 +94,9 @@ if TYPE_CHECKING:
     from moemerge.merging.report import MergeReport
     from moemerge.repairs.distilling.report import DistillReport
     from moemerge.repairs.harc_report import CalibrationReport
-    from moemerge.repairs.lockstep.report import RepairReport
-    from moemerge.repairs.lockstep.request import RepairRequest
+    from moemerge.repairs.inputs import RepairRequest
     from moemerge.repairs.refitting.report import RefitReport
+    from moemerge.repairs.report import RepairReport
     from moemerge.statistics.coefficients.run import CoefficientsReport
     from moemerge.statistics.collecting.run import CollectReport
 
@@ -370,7 +370,7 @@ def _validate_repairs(loaded: LoadedConfig) -> None:
             _make_text(wanted, dry_run=True)
     if not loaded.repairs:
         return
-    from moemerge.repairs.lockstep.models import check_sources
+    from moemerge.repairs.routers import check_sources
 
     for requested in loaded.repairs:
         settings = requested.settings
@@ -380,7 +380,7 @@ def _validate_repairs(loaded: LoadedConfig) -> None:
         check_sources(requested.sources, layers, routers=requested.repair.needs_routers)
         if isinstance(settings, PruningSettings):
             alone("pruning")
-            from moemerge.repairs.pruning.slicing import kept_count
+            from moemerge.repairs.slicing import kept_count
 
             name, model = next(iter(requested.sources.items()))  # a merge has as many experts
             kept_count(open_model(name, model), settings.keep)
@@ -460,7 +460,7 @@ def run(
         words = ["moemerge", "run", name, str(out), "--report", str(output.report)]
         command = shlex.join([*words, *as_flags(flags), *plugin_flags()])
         with uploaded(folder, repo, bar), temporary_sibling(folder) as place:
-            from moemerge.repairs.lockstep.request import RepairRequest
+            from moemerge.repairs.inputs import RepairRequest
 
             model = place / "merged"
             merged = run_merge(loaded, model)
@@ -637,7 +637,7 @@ def _repair(
     """Run a repair as its Python function was called."""
     output, values = output_for(OutputSettings, keywords, repair.verb)
     settings = settings_for(repair.settings, settings, values, repair.verb)
-    from moemerge.repairs.lockstep.request import RepairRequest
+    from moemerge.repairs.inputs import RepairRequest
 
     request: RepairRequest[Any] = RepairRequest(
         merged=merged,
@@ -717,7 +717,7 @@ def run_repair(
         return report
     figures = both.figures(diagnosis)
     if ranks.leads:
-        from moemerge.repairs.lockstep.output_files import add_diagnosis
+        from moemerge.repairs.card import add_diagnosis
 
         for notice in loss_notices(figures):
             progress.note(notice)
@@ -782,7 +782,7 @@ def prune(
         raise UsageError(
             "no text is given, and experts are scored on text", hint="--data NAME=FILE.jsonl"
         )
-    from moemerge.repairs.lockstep.request import RepairRequest
+    from moemerge.repairs.inputs import RepairRequest
     from moemerge.repairs.runners import load_runner
 
     progress, folder = progress or Silent(), Path(out)

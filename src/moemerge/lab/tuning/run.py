@@ -24,7 +24,7 @@ from moemerge.forward.trainable import load_trainable
 from moemerge.lab.tuning.job import TuningJob, TuningRequest, check_request
 from moemerge.lab.tuning.output import CurvePoint, TunedOutput, TuningReport
 from moemerge.repairs.inputs import settings_data
-from moemerge.repairs.lockstep.journal import SavedStates
+from moemerge.repairs.states import SavedStates
 from moemerge.runtime.devices import is_out_of_memory
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress

@@ -27,7 +27,7 @@ from moemerge.errors import NumericalError
 from moemerge.forward.compat import use_one_gpu
 from moemerge.lab.tuning.job import TuningJob
 from moemerge.lab.tuning.output import check_adapter, lora_config
-from moemerge.repairs.lockstep.journal import mark_complete
+from moemerge.repairs.states import mark_complete
 from moemerge.runtime.devices import multiplies_bfloat16
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks
