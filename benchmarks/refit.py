@@ -69,8 +69,8 @@ class Notes(Silent):
 def refit(spec: dict[str, Any]) -> None:
     from moemerge.config.faults import parse_settings
     from moemerge.config.repair_settings import RefitSettings
-    from moemerge.repairs.refitting.job import RefitRequest
-    from moemerge.repairs.refitting.run import run_refit
+    from moemerge.repairs.inputs import RepairRequest
+    from moemerge.repairs.refit import refit as repair
     from moemerge.runtime.process import limit_kernel_cache
 
     limit_kernel_cache()
@@ -79,8 +79,8 @@ def refit(spec: dict[str, Any]) -> None:
         torch.cuda.set_per_process_memory_fraction(1e9 * spec["memory"] / whole)
     if spec["verbose"]:
         logging.basicConfig(format="%(message)s")
-        logging.getLogger("moemerge.repairs.refitting").setLevel(logging.DEBUG)
-    request = RefitRequest(
+        logging.getLogger("moemerge").setLevel(logging.DEBUG)
+    request = RepairRequest(
         merged=spec["merged"],
         out=Path(spec["out"]),
         sources=spec["sources"],
@@ -91,7 +91,7 @@ def refit(spec: dict[str, Any]) -> None:
     )
     imported = time.time() - spec["begun"]
     notes = Notes(spec["begun"])
-    report = run_refit(request, notes)
+    report = repair.run(request, notes)
     content = {
         **report.to_json(),
         "notes": notes.told,

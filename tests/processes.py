@@ -38,7 +38,7 @@ WARM = (
     "moemerge.diagnosis.run",
     "moemerge.lab.generation.transformers_engine",
     "moemerge.merging.run",
-    "moemerge.repairs.refitting.run",
+    "moemerge.repairs.refit",
     "moemerge.report.page.assemble",
     "rich.console",
     "rich.table",

@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from moemerge.repairs.distilling.report import DistillReport
     from moemerge.repairs.harc_report import CalibrationReport
     from moemerge.repairs.inputs import RepairRequest
-    from moemerge.repairs.refitting.report import RefitReport
+    from moemerge.repairs.refit_report import RefitReport
     from moemerge.repairs.report import RepairReport
     from moemerge.statistics.coefficients.run import CoefficientsReport
     from moemerge.statistics.collecting.run import CollectReport

@@ -22,8 +22,8 @@ import moemerge
 job = json.loads(sys.argv[1])
 if job["killed"]:
     from moemerge.repairs.distilling.training import Trainer
-    from moemerge.repairs.refitting.loop import RefitLoop
-    place = {"distill": (Trainer, "step"), "refit": (RefitLoop, "_finish_layer")}[job["name"]]
+    from moemerge.repairs.layer import Layer
+    place = {"distill": (Trainer, "step"), "refit": (Layer, "save")}[job["name"]]
     whole, calls = getattr(*place), []
     def dying(self, *arguments):
         calls.append(1)

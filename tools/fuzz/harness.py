@@ -29,7 +29,7 @@ WARM = (
     "moemerge.repairs.harc",
     "moemerge.diagnosis.run",
     "moemerge.statistics.collecting.run",
-    "moemerge.repairs.refitting.run",
+    "moemerge.repairs.refit",
     "moemerge.lab.data.run",
     "moemerge.lab.generation.transformers_engine",
     "moemerge.report.page.assemble",

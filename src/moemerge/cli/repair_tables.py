@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moemerge.repairs.distilling.report import DistillReport
     from moemerge.repairs.harc_report import CalibrationReport
     from moemerge.repairs.prune import PruneReport
-    from moemerge.repairs.refitting.report import RefitReport
+    from moemerge.repairs.refit_report import RefitReport
     from moemerge.repairs.report import RepairReport
 
 
@@ -216,7 +216,7 @@ def distill_report(report: DistillReport, *, verbose: bool) -> RenderableType:
 
 def _table(report: RefitReport, *, verbose: bool) -> NumberTable:
     """Return drift per source and the residual error; `verbose` adds that of each map."""
-    from moemerge.repairs.refitting.report import kind_of, map_errors
+    from moemerge.repairs.refit_report import kind_of, map_errors
 
     names = list(report.sources)
     keys = ["layer", "map"] if verbose else ["layer"]

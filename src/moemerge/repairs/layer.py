@@ -167,6 +167,8 @@ class Job(Generic[S]):
         self.notices: list[str] = []
         self.fields: dict[str, Any] = {}  # of the report's class
         self.key: dict[str, Any] = {}  # more that the result depends on
+        self.on_open: Callable[[Walk], None] = lambda walk: None  # before any layer runs
+        self.state: Any = None  # what the repair keeps from layer to layer besides its report
 
     @cached_property
     def experts(self) -> ExpertMaps:
@@ -417,7 +419,7 @@ def repair_layers(job: Job[Any]) -> None:
 
     models = {MERGED: job.merged, **(job.sources if job.runs_sources else {})}
     to_the_end = job.heads or job.final is not None
-    time_left = TimeLeft(len(job.layers))
+    time_left = TimeLeft(len(job.layers) + job.heads)
     with open_walk(
         {name: member(name, model) for name, model in models.items()},
         job.batches,
@@ -431,6 +433,7 @@ def repair_layers(job: Job[Any]) -> None:
     ) as walk:
         job.fields |= {"offload": walk.lead.memory.offload, "memory": walk.process_bytes}
         job.progress.note(walk.start_note(job.repair.verb))
+        job.on_open(walk)
         count = 0
         for number in walk:
             count += 1

@@ -12,7 +12,7 @@ RUNNERS = {
     "calibrate": "harc:calibrate",
     "distill": "distilling.run:run_distillation",
     "prune": "prune:prune",
-    "refit": "refitting.run:run_refit",
+    "refit": "refit:refit",
 }
 
 

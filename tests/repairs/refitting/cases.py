@@ -10,8 +10,8 @@ import pytest
 
 import moemerge
 import zoo
-from moemerge.repairs.refitting import loop
-from moemerge.repairs.refitting.report import RefitReport
+from moemerge.repairs.layer import Layer
+from moemerge.repairs.refit_report import RefitReport
 from repairs.calibration import cases
 
 LENGTH = 12  # words of a row of the domain whose rows are all as long
@@ -29,15 +29,15 @@ class Killed(BaseException):
 
 def kill_after(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
     """Let the next refit die when it has finished so many layers."""
-    finish, left = loop.RefitLoop._finish_layer, [layers]
+    save, left = Layer.save, [layers]
 
-    def dying(self: loop.RefitLoop) -> None:
-        finish(self)
-        left[0] -= 1
-        if left[0] < 0:
+    def dying(self: Layer) -> None:
+        if not left[0]:
             raise Killed
+        save(self)
+        left[0] -= 1
 
-    monkeypatch.setattr(loop.RefitLoop, "_finish_layer", dying)
+    monkeypatch.setattr(Layer, "save", dying)
 
 
 def make_case(base: Path, folder: Path, *, rows: int = 14, **options: Any) -> Case:

@@ -9,11 +9,11 @@ from torch import nn
 
 import zoo
 from moemerge.errors import ConfigError, UsageError
-from moemerge.repairs.refitting.gradient import RATES, Descent, Training
+from moemerge.repairs.descent import RATES, Descent
 from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
 from repairs.calibration import cases as calibrating
-from repairs.refitting.cases import make_case
+from repairs.refitting.cases import Killed, kill_after, make_case
 
 FAST = {"solver": "gradient", "steps": 12, "holdout": 0.2, "measure": False}
 
@@ -29,8 +29,8 @@ def batch(domain, *, holdout=False):
 
 
 def descent(weight, loss, *batches):
-    training = Training(steps=1, seed=0, weights={"math": 1.0}, ranks=Ranks())
-    return Descent(training, {weight: torch.float32}, loss, batches, "here")
+    given = {weight: torch.float32}, loss, batches, "here"
+    return Descent(*given, weights={"math": 1.0}, ranks=Ranks(), steps=1, seed=0)
 
 
 def test_one_step_moves_a_weight_by_the_rate():
@@ -96,16 +96,9 @@ def test_maps_and_routers_move_and_nothing_else_does(case, trained, tmp_path):
 
 
 def test_a_killed_run_ends_with_the_same_bytes(case, trained, tmp_path, monkeypatch):
-    whole = Training.layer
-
-    def dies(self, *args, **kwargs):
-        if args[-1] == 1:
-            raise KeyboardInterrupt
-        return whole(self, *args, **kwargs)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "layer", dies)
-        with pytest.raises(KeyboardInterrupt):
+        kill_after(patch, 1)
+        with pytest.raises(Killed):
             case.refit(tmp_path / "out", **FAST)
     report = case.refit(tmp_path / "out", **FAST)
     assert report.resumed

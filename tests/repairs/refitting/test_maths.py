@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moemerge.errors import NumericalError
-from moemerge.repairs.refitting.experts import SAMPLED, sample_size
-from moemerge.repairs.refitting.least_squares import (
+from moemerge.repairs.least_squares import (
     RIDGES,
     Factor,
     FitSums,
@@ -16,7 +15,8 @@ from moemerge.repairs.refitting.least_squares import (
     choose_ridge,
     fit_map,
 )
-from moemerge.repairs.refitting.targets import ResidualWrite, find_writes
+from moemerge.repairs.refit_experts import SAMPLED, sample_size
+from moemerge.repairs.refit_states import ResidualWrite, find_writes
 
 CPU = torch.device("cpu")
 

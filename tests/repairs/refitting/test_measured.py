@@ -3,7 +3,7 @@
 import json
 
 from moemerge.cli.repair_tables import refit_report
-from moemerge.repairs.refitting.report import few_tokens
+from moemerge.repairs.refit_report import few_tokens
 from moemerge.runtime.formatting import Quantity
 from moemerge.runtime.progress import Silent
 from repairs.calibration.cases import assert_as_diagnosed

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import zoo
-from moemerge.repairs.refitting.records import Record
-from moemerge.repairs.refitting.targets import (
-    LayerStructure,
-    LayerView,
+from moemerge.repairs.refit_states import (
+    Activations,
+    Record,
     ResidualWrite,
     RoundingCheck,
+    Structure,
     of_output,
     unit,
 )
@@ -109,12 +109,13 @@ def test_a_states_rounding_by_hand():
     batch = batch_of("math", 1)
     value = torch.full((1, 1), 8.0, dtype=torch.bfloat16)
     record = Record(entered=value, outputs={"o": torch.full((1, 1), 2.0, dtype=torch.bfloat16)})
-    view = LayerView(torch.nn.Module(), {id(batch): record})
-    state = LayerStructure((ResidualWrite("o", 1.0), ResidualWrite("e", 1.0)), {})
+    state = Activations({}, SINGLE)
+    state.structure = Structure((ResidualWrite("o", 1.0), ResidualWrite("e", 1.0)))
+    state.merged = {id(batch): record}
     own = 2 * 2.0**-24
-    first = state.rounding(view, batch, 0, slice(None), torch.full((1, 1), 2.0))
+    first = state.rounding(batch, 0, slice(None), torch.full((1, 1), 2.0))
     assert float(first) == pytest.approx(own * (8 + 10))
-    last = state.rounding(view, batch, 1, slice(None), torch.full((1, 1), 1.0))
+    last = state.rounding(batch, 1, slice(None), torch.full((1, 1), 1.0))
     assert float(last) == pytest.approx((8 + 10 + 11 + 2 * 2 + 2 * 1) * 2.0**-8 + own * 29)
 
 

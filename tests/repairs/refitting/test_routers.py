@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moemerge.families.rules import Gate, Score
-from moemerge.repairs.refitting.routers import LEAST_SHARE, fit_router
+from moemerge.repairs.refit_router import LEAST_SHARE, fit_router
 from moemerge.routing import DomainFeatures, RouterProblem
 
 EXPERTS, WIDTH = 8, 24

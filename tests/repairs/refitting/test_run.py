@@ -20,8 +20,8 @@ from moemerge.errors import (
     UsageError,
 )
 from moemerge.forward import settings as streaming
-from moemerge.repairs.refitting import layer as fitting
-from moemerge.repairs.refitting import least_squares
+from moemerge.repairs import least_squares
+from moemerge.repairs import refit as fitting
 from repairs.calibration import cases as calibrating
 from repairs.refitting.cases import Killed, kill_after, make_case
 from repairs.refitting.test_maths import SMALL, assert_sums_of_bfloat16_values
@@ -273,7 +273,7 @@ def test_too_little_memory_is_told_before_a_weight_is_read(case, tmp_path, monke
     read = []
     monkeypatch.setattr(streaming, "available_memory", lambda device: 100_000)
     monkeypatch.setattr(Checkpoint, "read", lambda self, name, *rest: read.append(name))
-    with pytest.raises(ResourceError, match=r"refitting needs about .*B on cpu"):
+    with pytest.raises(ResourceError, match=r"refit needs about .*B on cpu"):
         case.refit(tmp_path / "out", **FAST)
     assert read == []
     assert not list(tmp_path.iterdir())

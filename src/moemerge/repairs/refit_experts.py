@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from torch import Tensor
 from moemerge.errors import NumericalError
 from moemerge.forward.input_hooks import ExpertsHook, ExpertView
 from moemerge.forward.tokens import sort_by_expert
-from moemerge.repairs.lockstep.experts import ExpertMap
-from moemerge.repairs.refitting.job import RefitJob
-from moemerge.repairs.refitting.least_squares import (
+from moemerge.repairs.experts import ExpertMap
+from moemerge.repairs.least_squares import (
     Affine,
     Factor,
     Fit,
@@ -28,16 +27,16 @@ from moemerge.repairs.refitting.least_squares import (
     concatenated,
     fit_map,
 )
-from moemerge.repairs.refitting.linear import blocks
-from moemerge.repairs.refitting.plan import Storage, UnitPart
-from moemerge.repairs.refitting.report import kind_of_map
-from moemerge.runtime.gpu import Overlap
+from moemerge.repairs.refit_maps import Storage
+from moemerge.repairs.refit_report import kind_of_map
 from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
 
 # Number of experts whose held-out tokens choose λ for all experts of the layer. It is lower, but
 # at least two, if their sums would take more than these bytes.
 SAMPLED, SAMPLED_BYTES = 8, 2**29
+# Values of one block of outputs.
+BLOCK_VALUES = {"cpu": 2**23, "cuda": 2**27}
 # Lower bound of a token's summed routing weights, so that a share is never 0 / 0.
 SMALLEST_TOTAL = 1e-12
 DomainKey = tuple[str, bool]  # a domain, and whether its rows are held out
@@ -88,6 +87,13 @@ class RoutedDomain:
         weights = self.weights.reshape(-1).index_select(0, places)
         wide = weights if weights.dtype == torch.float64 else weights.float()
         return places // self.weights.shape[1], wide[:, None]
+
+
+def blocks(tokens: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Yield rows whose outputs, `width` for each, are computed at once."""
+    size = max(1, BLOCK_VALUES.get(device.type, BLOCK_VALUES["cpu"]) // max(1, width))
+    for begin in range(0, tokens, size):
+        yield slice(begin, min(begin + size, tokens))
 
 
 def by_domain(routed: Sequence[RoutedBatch], experts: int) -> list[RoutedDomain]:
@@ -148,110 +154,68 @@ class ExpertRows:
 Problem = Callable[[RoutedDomain, int], Iterator[ExpertRows]]
 
 
-@dataclass(frozen=True)
-class ProjectionFit:
-    """The fit of one projection of all experts of a layer."""
+def fit_projection(
+    stack: ExpertStack,
+    which: str,
+    routings: Sequence[RoutedDomain],
+    problem: Problem,
+    *,
+    scales: Mapping[DomainKey, float],
+    rule: RidgeRule,
+    storage: Storage,
+    ranks: Ranks,
+) -> list[Fit]:
+    """Fit a projection of all experts, `up` (with gate) or `down`, and store the weights.
 
-    job: RefitJob
-    storage: Storage
-    stack: ExpertStack
-    which: str  # up (with gate) or down
+    `scales` are √(ω_i / N_i) of every domain. Experts do not read each other's outputs, so their
+    order does not matter. They are assigned to ranks round-robin.
+    """
+    device, count = routings[0].x.device, stack.hook.count
+    name = str(getattr(stack.hook, which))
+    units = storage.experts(stack.hook, stack.module)
 
-    @property
-    def ranks(self) -> Ranks:
-        return self.job.ranks
-
-    @property
-    def _name(self) -> str:
-        return str(getattr(self.stack.hook, self.which))
-
-    @cached_property
-    def _units(self) -> dict[tuple[str, int], list[UnitPart]]:
-        return self.storage.experts(self.stack.hook, self.stack.module)
-
-    def run(
-        self, routings: Sequence[RoutedDomain], problem: Problem, rule: RidgeRule
-    ) -> tuple[Fit, ...]:
-        """Fit every expert and store its weight.
-
-        Experts do not read each other's outputs, so their order does not matter. They are assigned
-        to ranks round-robin.
-        """
-        device, count = routings[0].x.device, self.stack.hook.count
-        ready: dict[int, tuple[FitSums, FitSums]] = {}
-        if rule.fixed is None:
-            shape = self.stack.weight(self.which, 0).shape
-            sampled = _sample(routings, count, shape, self.ranks)
-            ready = {expert: self._sums(routings, problem, expert) for expert in sampled}
-        own = [sums for expert, sums in ready.items() if self._is_own(expert)]
-        kind = kind_of_map(self._name)  # maps of one kind have much the same λ
-        ridge = rule.choose(kind, own, partial(self.ranks.sum_of, device=device))
-        # A factorisation leaves most of a GPU idle, so a fit overlaps with the next experts' sums.
-        overlap = Overlap(device)
-        fits: dict[int, Fit] = {}
-        waiting: list[tuple[int, tuple[FitSums, FitSums], Any]] = []
-        for expert in range(count):
-            sums = ready.pop(expert, None) or self._sums(routings, problem, expert)
-            if self._is_own(expert):
-                waiting.append((expert, sums, overlap.mark()))
-            # Once every rank has the sums of its next expert, all ranks fit at once.
-            is_last = self._owner(expert) == self.ranks.count - 1
-            if is_last and len(waiting) > overlap.ahead:
-                fits |= self._fit(*waiting.pop(0), ridge, overlap)
-        for last in waiting:
-            fits |= self._fit(*last, ridge, overlap)
-        overlap.join()
-        return self._of_all(fits)
-
-    def _of_all(self, fits: dict[int, Fit]) -> tuple[Fit, ...]:
-        """Exchange weights and fits, so that every rank has all of them."""
-        experts = range(self.stack.hook.count)
-        if self.ranks.count > 1:
-            for expert in experts:
-                weight = self.stack.weight(self.which, expert).contiguous()
-                self.ranks.broadcast(self._owner(expert), weight)
-                self.stack.put(self.which, expert, weight)
-            gathered = self.ranks.gather(fits)
-            fits = {expert: fit for own in gathered for expert, fit in own.items()}
-        return tuple(fits[expert] for expert in experts)
-
-    def _fit(
-        self, expert: int, sums: tuple[FitSums, FitSums], mark: Any, ridge: float, overlap: Overlap
-    ) -> dict[int, Fit]:
-        try:
-            with overlap.after(mark):
-                merged = self.stack.weight(self.which, expert)
-                factor = Factor(sums[0].gram, ridge)
-                stored = self.storage.dtype(self._name)
-                quantise = self.storage.quantise(self._units[self.which, expert])
-                weight, fit = fit_map(merged, *sums, factor, stored, quantise=quantise)
-                self.stack.put(self.which, expert, weight)
-            return {expert: fit}
-        except NumericalError as error:
-            where = f"expert {expert}, {self.which}: {error.message}"
-            raise NumericalError(where, hint=error.hint) from error
-
-    def _sums(
-        self, routings: Sequence[RoutedDomain], problem: Problem, expert: int
-    ) -> tuple[FitSums, FitSums]:
-        outputs, inputs = self.stack.weight(self.which, expert).shape
-        device = routings[0].x.device
+    def sums_of(expert: int) -> tuple[FitSums, FitSums]:
+        outputs, inputs = stack.weight(which, expert).shape
         sums = FitSums.empty(outputs, inputs, device), FitSums.empty(outputs, inputs, device)
         for routing in routings:
             for rows in problem(routing, expert):
-                first = routing.batches[0]
-                scale = rows.root * self.job.scale(first)
-                sums[first.holdout].add(rows.x, rows.missing, scale, factor=rows.factor)
+                scale = rows.root * scales[routing.key]
+                sums[routing.key[1]].add(rows.x, rows.missing, scale, factor=rows.factor)
         for one in sums:
-            one.add_up(self.ranks, self._owner(expert))
+            one.add_up(ranks, expert % ranks.count)
         return sums
 
-    def _owner(self, expert: int) -> int:
-        """Return the rank that fits an expert."""
-        return expert % self.ranks.count
-
-    def _is_own(self, expert: int) -> bool:
-        return self._owner(expert) == self.ranks.rank
+    ready: dict[int, tuple[FitSums, FitSums]] = {}
+    if rule.fixed is None:
+        sampled = _sample(routings, count, stack.weight(which, 0).shape, ranks)
+        ready = {expert: sums_of(expert) for expert in sampled}
+    own = [sums for expert, sums in ready.items() if expert % ranks.count == ranks.rank]
+    # Maps of one kind have much the same λ.
+    ridge = rule.choose(kind_of_map(name), own, partial(ranks.sum_of, device=device))
+    fits: dict[int, Fit] = {}
+    for expert in range(count):
+        sums = ready.pop(expert, None) or sums_of(expert)
+        if expert % ranks.count != ranks.rank:
+            continue
+        try:
+            weight, fits[expert] = fit_map(
+                stack.weight(which, expert),
+                *sums,
+                Factor(sums[0].gram, ridge),
+                storage.dtype(name),
+                quantise=storage.quantise(units[which, expert]),
+            )
+        except NumericalError as error:
+            where = f"expert {expert}, {which}: {error.message}"
+            raise NumericalError(where, hint=error.hint) from error
+        stack.put(which, expert, weight)
+    if ranks.count > 1:  # exchange weights and fits
+        for expert in range(count):
+            weight = stack.weight(which, expert).contiguous()
+            ranks.broadcast(expert % ranks.count, weight)
+            stack.put(which, expert, weight)
+        fits = {expert: fit for own_fits in ranks.gather(fits) for expert, fit in own_fits.items()}
+    return [fits[expert] for expert in range(count)]
 
 
 def sample_size(shape: Sequence[int]) -> int:

@@ -11,9 +11,9 @@ from typing import Any, Self
 from moemerge.checkpoint.model_card import in_markdown
 from moemerge.checkpoint.quantised.tensor import Rounding
 from moemerge.config.repair_settings import REFIT
-from moemerge.repairs.lockstep.report import RepairReport
-from moemerge.repairs.refitting.least_squares import Fit
-from moemerge.repairs.refitting.routers import RouterFit
+from moemerge.repairs.least_squares import Fit
+from moemerge.repairs.refit_router import RouterFit
+from moemerge.repairs.report import RepairReport
 from moemerge.routing.cg import Status
 from moemerge.runtime.progress import counted
 
@@ -342,6 +342,10 @@ class RefitReport(RepairReport):
             "drift_before": dict(last[-1]["drift_before"]) if last else {},
             "drift_after": dict(last[-1]["drift_after"]) if last else {},
         }
+
+    @property
+    def closing_notices(self) -> tuple[str, ...]:
+        return tuple(few_tokens(self.layers))
 
     @property
     def not_held_out(self) -> tuple[str, ...]:
