@@ -104,7 +104,7 @@ def test_the_verdict_is_about_the_sources_and_the_advice_about_the_rest(case, ge
     total = found.total("general")
     gap = f"{total.loss - total.loss_source:+.3f}"
     (line,) = [text for text in found.advice if "general" in text]
-    assert line.startswith("On general, which no source speaks for")
+    assert line.startswith("On general, which has no source")
     assert gap in line
     assert [text for text in found.advice if text != line] == list(alone.advice)
 

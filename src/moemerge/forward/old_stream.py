@@ -198,7 +198,6 @@ class ModelStream:
 
     def _schedule(self) -> Iterator[Stop]:
         self._progress.start("streaming", len(self.anatomy.layers), unit="layers")
-        self.weights.stored.share(self.settings.readers)
         with self.stopwatch.span("wait for weights"):
             self.weights.place(self.weights.fetch(self._root))
         self.weights.check(self._root, "the resident part")

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moemerge.checkpoint.quantised.tensor import FetchStored, QuantisedInfo
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.forward.loading import NameMap, Recipe, keeps_float32, map_names, tied_names
-from moemerge.forward.stored_reads import StoredReads
-from moemerge.runtime.gpu import BUFFER_BYTES, uploads_to
+from moemerge.runtime.gpu import BUFFER_BYTES, Uploads, uploads_to
 from moemerge.runtime.process import thread_pool
 from moemerge.runtime.timing import Stopwatch
 
@@ -81,7 +81,6 @@ class Weights:
         self._as_stored = as_stored
         self._tied = tied_names(model)
         self._stopwatch = stopwatch or Stopwatch(device)
-        self.stored = StoredReads(checkpoint, self._stopwatch)
         readers = READERS if device.type == "cpu" else UPLOAD_READERS
         self._uploads = uploads_to(device, UPLOAD_BUFFERS)
         self._ahead: tuple[str, Future[dict[str, Tensor]]] | None = None
@@ -99,7 +98,6 @@ class Weights:
         # The readers first: otherwise a started part would be read to its end.
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._background.shutdown(wait=True, cancel_futures=True)
-        self.stored.close()
         if self._uploads is not None:
             # Copies that were sent may still write to memory that is freed now.
             with suppress(RuntimeError):  # a failed GPU, whose error was raised already
@@ -141,7 +139,7 @@ class Weights:
         self._background.submit(self._advise, tuple(names))
 
     def _advise(self, names: Iterable[str]) -> None:
-        for name in self.stored.own(names):
+        for name in names:
             recipe = self._recipe(name)
             for _, stored in () if recipe is None else recipe.sources:
                 self.checkpoint.prefetch(stored)
@@ -225,16 +223,12 @@ class Weights:
 
     def _read(self, part: Fetch) -> dict[str, Tensor]:
         begin = time.perf_counter()
-        jobs = [self._pool.submit(self._fill, *numbered) for numbered in enumerate(part.pieces)]
-        for job in jobs if self.stored.in_order else ():
-            job.result()
+        jobs = [self._pool.submit(self._fill, piece) for piece in part.pieces]
         made = dict(part.tensors)
-        numbers = itertools.count(len(jobs))
         for recipe in part.others:
-            made.update(self._convert(recipe, numbers))
+            made.update(self._convert(recipe))
         for job in jobs:
             job.result()
-        self.stored.finish()
         made.update({name: made[target] for name, target in part.tied.items()})
         size = sum(tensor.numel() * tensor.element_size() for tensor in made.values())
         seconds = time.perf_counter() - begin
@@ -243,28 +237,55 @@ class Weights:
         logger.debug("read %d tensors of %s, %s, %.3f s", count, label, format_size(size), seconds)
         return made
 
-    def _fill(self, number: int, piece: StoredSlice) -> None:
-        if self._uploads is None:
-            self._read_into(number, piece, piece.slot)
-            return
-        if self.stored.decodes_on_device(piece.name, piece.slot):
-            self.stored.decode(piece.name, piece.rows, piece.slot, self._uploads)
-            return
-        with self._uploads.buffer() as pinned:
-            host = pinned.like(piece.slot)
-            self._read_into(number, piece, host)
-            pinned.send(host, piece.slot)
-
-    def _read_into(self, number: int, piece: StoredSlice, out: Tensor) -> None:
-        if self.checkpoint.tensors[piece.name].dtype.torch == out.dtype:
-            self.stored.obtain(number, piece.name, piece.rows, out)
+    def _fill(self, piece: StoredSlice) -> None:
+        info, uploads = self.checkpoint.tensors[piece.name], self._uploads
+        if uploads is None:
+            self._read_into(piece, piece.slot)
+        elif isinstance(info, QuantisedInfo) and info.dtype.torch == piece.slot.dtype:
+            with uploads.queued():  # its codes are sent, and decoded on the device
+                fetch = partial(self._send_codes, uploads, piece.slot.device)
+                self._read_stored(piece.name, piece.rows, piece.slot, fetch)
         else:
-            out.copy_(self.stored.obtain(number, piece.name, piece.rows))
+            with uploads.buffer() as pinned:
+                host = pinned.like(piece.slot)
+                self._read_into(piece, host)
+                pinned.send(host, piece.slot)
 
-    def _convert(self, recipe: Recipe, numbers: Iterator[int]) -> dict[str, Tensor]:
+    def _send_codes(
+        self, uploads: Uploads, device: torch.device, part: str, rows: tuple[int, int] | None
+    ) -> Tensor:
+        """Read a part of a quantised tensor, as it is stored, to the device."""
+        info = self.checkpoint.stored_info(part)
+        assert info is not None
+        there = torch.empty(info.block_shape(rows), dtype=info.dtype.torch, device=device)
+        with uploads.buffer() as pinned:
+            host = pinned.like(there)
+            self.checkpoint.stored(part, rows, host)
+            pinned.send(host, there)
+        return there
+
+    def _read_into(self, piece: StoredSlice, out: Tensor) -> None:
+        if self.checkpoint.tensors[piece.name].dtype.torch == out.dtype:
+            self._read_stored(piece.name, piece.rows, out)
+        else:
+            out.copy_(self._read_stored(piece.name, piece.rows))
+
+    def _read_stored(
+        self,
+        name: str,
+        rows: tuple[int, int] | None = None,
+        out: Tensor | None = None,
+        codes: FetchStored | None = None,
+    ) -> Tensor:
+        """Read a tensor or rows of it, and count the bytes on disk."""
+        info = self.checkpoint.tensors[name]
+        count = info.rows if rows is None else rows[1] - rows[0]
+        self._stopwatch.aside("read", 0.0, info.stored_bytes * count // max(1, info.rows))
+        return self.checkpoint.read(name, rows, out, codes)
+
+    def _convert(self, recipe: Recipe) -> dict[str, Tensor]:
         dtype = self._dtype_of(recipe.target)
-        obtain = self.stored.obtain
-        made = recipe.convert(self.model, lambda name: obtain(next(numbers), name).to(dtype))
+        made = recipe.convert(self.model, lambda name: self._read_stored(name).to(dtype))
         if self._uploads is None:
             return made
         return {name: value.contiguous().pin_memory() for name, value in made.items()}
@@ -347,9 +368,9 @@ class Weights:
 
     def require_finite_on_disk(self, names: Iterable[str]) -> None:
         """Refuse NaN and infinity in parameters of modules that do not run: final norm, head."""
-        for name in self.stored.own(names):
+        for name in names:
             for _, stored in self.names.recipes[name].sources:
-                value = self.stored.read(stored)
+                value = self._read_stored(stored)
                 if value.is_floating_point() and not _is_finite(value):
                     raise self._not_finite([name])
 

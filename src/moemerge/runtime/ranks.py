@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -270,23 +269,6 @@ class Ranks:
             mine.append(sorted(own))
         return mine
 
-    def shared_reads(self) -> SharedReads | None:
-        """Let the ranks of this machine read for each other; None if there is only one.
-
-        All ranks must call it.
-        """
-        if self.count == 1:
-            return None
-        first_of = self.gather(self.rank - _local("RANK", 0))  # torchrun numbers by machine
-        own = None
-        for first in sorted(set(first_of)):  # every rank must create every group
-            members = [rank for rank, own_first in enumerate(first_of) if own_first == first]
-            with self._exchange():
-                group = torch.distributed.new_group(members, timeout=TIME_LIMIT, backend="gloo")
-            if self.rank in members and len(members) > 1:
-                own = SharedReads(self, members, group)
-        return own
-
     def disk_bytes_since(self, before: int | None) -> int | None:
         """Return what all ranks have read from disks since; None if it is not counted."""
         now = disk_bytes_read()
@@ -302,65 +284,6 @@ class Ranks:
 
 
 SINGLE: Final = Ranks()
-
-
-class SharedReads:
-    """Reads of one file by the ranks of a machine: one reads a piece, the others receive it.
-
-    Every rank must `obtain` the same pieces under the same numbers, from 0, in any of its threads;
-    then all `finish`. The ranks take turns in reading, and send in the order of the numbers.
-    """
-
-    def __init__(self, ranks: Ranks, members: Sequence[int], group: Any) -> None:
-        self._ranks, self._members, self._group = ranks, members, group
-        self._next = 0  # number of the piece that is sent next
-        self._in_turn = threading.Condition()
-        self._error: Exception | None = None
-
-    def reads(self, number: int) -> bool:
-        """Return whether this rank reads the piece of this number."""
-        return self._owner(number) == self._ranks.rank
-
-    def obtain(self, number: int, out: Tensor, read: Callable[[], object]) -> None:
-        """Fill a contiguous CPU tensor: `read` fills it in one rank."""
-        if self.reads(number):
-            try:
-                read()
-            except Exception as error:  # `finish` raises it: the others wait for this piece
-                self._error = error
-        data, owner = out.view(-1).view(torch.uint8), self._owner(number)
-        with self._ranks._exchange():
-            with self._in_turn:
-                self._in_turn.wait_for(lambda: self._next == number)
-                try:
-                    sent = torch.distributed.broadcast(data, owner, self._group, async_op=True)
-                finally:
-                    self._next += 1
-                    self._in_turn.notify_all()
-            assert sent is not None
-            sent.wait()
-
-    def finish(self, what: str) -> None:
-        """Raise an error in every rank if one of them could not read its pieces of `what`."""
-        self._next = 0
-        failed = torch.tensor([0 if self._error is None else self._ranks.rank + 1])
-        with self._ranks._exchange():
-            largest = torch.distributed.ReduceOp.MAX
-            torch.distributed.all_reduce(failed, largest, group=self._group)
-        if self._error is not None:
-            raise self._error
-        if int(failed):
-            raise ResourceError(
-                f"{what} cannot be read by rank {int(failed) - 1}, which reads parts of it for "
-                f"rank {self._ranks.rank}",
-                hint="its own message says why",
-            )
-
-    def close(self) -> None:
-        torch.distributed.destroy_process_group(self._group)
-
-    def _owner(self, number: int) -> int:
-        return self._members[number % len(self._members)]
 
 
 class LostRankError(ResourceError):

@@ -144,7 +144,6 @@ class _Backward:
             else Sensitivity(checkpoint)
         )
         self._weights = Weights(self._model, checkpoint, job.stream.device, job.stream.dtype)
-        self._weights.stored.share(job.ranks)
         self._gradients: list[Tensor] = []  # d loss / d output of the layer at hand, by batch
         self._expected: Tensor | None = None  # the first batch's input of the layer above
         self.notices: list[str] = [forward.input_hooks.notice] if forward.input_hooks.notice else []
