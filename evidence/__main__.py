@@ -114,7 +114,6 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problems", type=int, default=Scale.problems, help="per domain")
     parser.add_argument("--rows", type=int, default=Scale.rows, help="text per domain")
     parser.add_argument("--steps-scale", type=float, default=1.0, help="factor on all steps")
-    parser.add_argument("--no-figures", action="store_true")
 
 
 def _table(options: argparse.Namespace) -> int:
@@ -140,11 +139,11 @@ def _table(options: argparse.Namespace) -> int:
         scale=scale,
         steps_scale=options.steps_scale,
     )
-    summaries, failures, written = run_tables(request, Notes(), figures=not options.no_figures)
+    summaries, failures, written = run_tables(request, Notes())
     for summary in summaries:
         print(f"{summary.form.heading}\n\n{main_table(summary).markdown()}")
         print("\n".join(verdicts(summary)))
-    print(f"All tables and figures: {written[0]}")
+    print(f"All tables: {written[0]}")
     for failure in failures:
         print(f"failed: {failure.what}: {failure.why}", file=sys.stderr)
     return int(bool(failures))

@@ -1,8 +1,8 @@
 """Cells of the tables: how each model is made with moemerge's API, and what is measured.
 
 A cell starts from a trained model or a merge, applies steps (swapped routers, calibration, refit,
-fine-tuning) and measures the result. `moemerge.lab.experiments` runs the cells: merges are the
-nodes that cells share; everything else is made inside a cell and removed with it.
+fine-tuning) and measures the result. `journal` runs the cells of a set one after the
+other: merges are the nodes that cells share; everything else is made inside a cell.
 The name of a cell is its key in `cells.jsonl`.
 """
 
@@ -23,6 +23,7 @@ import moemerge
 from evidence.finetuning import FineTuned, finetune_many
 from evidence.forced import generate_forced
 from evidence.methods import AVERAGE, EVERY, MergeFiles, merge_config
+from evidence.packing import pack
 from evidence.scoring import accuracy
 from evidence.texts import (
     GENERAL_ROWS,
@@ -36,16 +37,12 @@ from evidence.texts import (
     validation_problems,
     write_texts,
 )
-from moemerge.lab.experiments.summary import pack
 from moemerge.lab.testbed import BASE, MANIFEST, open_set
 from moemerge.lab.testbed.demo import LONGEST_ANSWER, compare_routing
 from moemerge.lab.testbed.tasks import DOMAINS, check_all
 
 VALIDATION = 500  # problems per domain for choosing one of several fine-tunings
 CHOICE = "choice.json"  # in a model's folder: which fine-tuning was chosen
-# Approximate seconds; long work starts first.
-MERGING = {"adamerging": 60.0, "fisher": 15.0, "wudi": 9.0, "doge": 9.0, "regmean": 5.0}
-MEASURING = 10.0
 EXACT_SETTINGS: Mapping[str, Any] = {"targets": "source-features", "objective": "exact"}
 
 
@@ -82,16 +79,10 @@ class Merge:
 
     method: str
     domains: tuple[str, ...]
-    parents: tuple[Any, ...] = ()
-    is_given: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.method}({','.join(self.domains)})"
-
-    @property
-    def urgency(self) -> float:
-        return MEASURING + MERGING.get(self.method, 1.0)
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,7 @@ class Bench:
     scale: Scale
     device: str
 
-    # --- what moemerge.lab.experiments calls ---
+    # --- what `journal.run_cells` calls ---
 
     def prepare(self) -> None:
         """Write the calibration text of every kind, unless it exists."""

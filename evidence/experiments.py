@@ -27,7 +27,7 @@ from evidence.cells import (
     tuned,
 )
 from evidence.methods import AVERAGE, EVERY
-from moemerge.lab.experiments.tables import (
+from evidence.summary import (
     AS_MERGED,
     AVERAGED,
     EXACT,
@@ -82,15 +82,13 @@ class Scope:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table and its figure."""
+    """A table."""
 
     name: str
     title: str
     about: str
     domains: tuple[str, ...]
-    rows: Callable[[Scope], list[Row[Cell]]]
-    figure: str  # bars, groups, lines, swap or layers
-    axis: str = ""
+    rows: Callable[[Scope], list[Row]]
     compare: tuple[tuple[str, str], ...] = ()  # pairs of labels, first against second
     arch: str | None = None  # overrides the requested architecture
 
@@ -101,8 +99,6 @@ class Experiment:
             title=self.title,
             about=self.about,
             domains=self.domains,
-            figure=self.figure,
-            axis=self.axis,
             compare=self.compare,
             variant=key.regime,
             shared={"arch": key.arch, "preset": key.preset, "regime": key.regime},
@@ -113,7 +109,7 @@ class Experiment:
 Variants = Mapping[str, Cell | tuple[Cell, float]]
 
 
-def _rows_of(merge: Merge, variants: Variants) -> list[Row[Cell]]:
+def _rows_of(merge: Merge, variants: Variants) -> list[Row]:
     rows = []
     for label, variant in variants.items():
         cell, x = variant if isinstance(variant, tuple) else (variant, None)
@@ -121,7 +117,7 @@ def _rows_of(merge: Merge, variants: Variants) -> list[Row[Cell]]:
     return rows
 
 
-def _references(domains: tuple[str, ...]) -> list[Row[Cell]]:
+def _references(domains: tuple[str, ...]) -> list[Row]:
     return [
         Row(REFERENCE, "base", base(domains)),
         Row(REFERENCE, "specialists", specialists(domains)),
@@ -146,7 +142,7 @@ def _variants(merge: Merge, *, extended: bool) -> Variants:
     return cells
 
 
-def _main(domains: tuple[str, ...], scope: Scope, *, extended: bool = False) -> list[Row[Cell]]:
+def _main(domains: tuple[str, ...], scope: Scope, *, extended: bool = False) -> list[Row]:
     rows = _references(domains)
     for method in scope.methods:
         merge = Merge(method, domains)
@@ -154,7 +150,7 @@ def _main(domains: tuple[str, ...], scope: Scope, *, extended: bool = False) -> 
     return rows
 
 
-def _all_methods(domains: tuple[str, ...], scope: Scope) -> list[Row[Cell]]:
+def _all_methods(domains: tuple[str, ...], scope: Scope) -> list[Row]:
     """Return every method that suits the number of models: as merged, calibrated, refitted."""
     rows = _references(domains)
     for method in scope.every or scope.methods:
@@ -165,7 +161,7 @@ def _all_methods(domains: tuple[str, ...], scope: Scope) -> list[Row[Cell]]:
     return rows
 
 
-def _layers(scope: Scope) -> list[Row[Cell]]:
+def _layers(scope: Scope) -> list[Row]:
     merge = Merge(_leading(scope)[0], TWO)
     return _rows_of(merge, _variants(merge, extended=False))
 
@@ -175,7 +171,7 @@ def _layers(scope: Scope) -> list[Row[Cell]]:
 
 def _ablation(
     variants: Callable[[Merge, Scope], Variants], scope: Scope, *, methods: int = 1
-) -> list[Row[Cell]]:
+) -> list[Row]:
     """Return the variants of the leading methods, for two models."""
     merges = [Merge(method, TWO) for method in _leading(scope)[:methods]]
     return [row for merge in merges for row in _rows_of(merge, variants(merge, scope))]
@@ -251,7 +247,7 @@ def _fine_tuning(merge: Merge, scope: Scope) -> Variants:
 # --- refit ----------------------------------------------------------------------------------------
 
 
-def _repairs(domains: tuple[str, ...], scope: Scope) -> list[Row[Cell]]:
+def _repairs(domains: tuple[str, ...], scope: Scope) -> list[Row]:
     """Return everything that repairs a merge with the same text, for several merges."""
     methods = [m for m in LEADING if m in scope.methods] or scope.methods[:1]
     untouched = [domain for domain in DOMAINS if domain not in domains]
@@ -276,7 +272,7 @@ def _repairs(domains: tuple[str, ...], scope: Scope) -> list[Row[Cell]]:
     return rows
 
 
-def _refit_ablation(variants: Callable[[Merge], Variants], scope: Scope) -> list[Row[Cell]]:
+def _refit_ablation(variants: Callable[[Merge], Variants], scope: Scope) -> list[Row]:
     """Return variants of one refit, of the average if it is in scope."""
     merge = Merge(AVERAGE if AVERAGE in scope.methods else scope.methods[0], TWO)
     return _rows_of(merge, variants(merge))
@@ -343,7 +339,7 @@ _PRUNED_REPAIRS = {
 }
 
 
-def _pruning(removed: Sequence[str], repairs: Sequence[str], scope: Scope) -> list[Row[Cell]]:
+def _pruning(removed: Sequence[str], repairs: Sequence[str], scope: Scope) -> list[Row]:
     """Return pruned specialists and their repairs."""
     rows = [Row(REFERENCE, "specialists", specialists(TWO))]
     for share in removed:
@@ -354,7 +350,7 @@ def _pruning(removed: Sequence[str], repairs: Sequence[str], scope: Scope) -> li
     return rows
 
 
-def _scores(scope: Scope) -> list[Row[Cell]]:
+def _scores(scope: Scope) -> list[Row]:
     group, keep = "a third removed", KEPT["a third"]
     return [Row(group, score, pruned(TWO, keep, score)) for score in ("reap", *SCORES)]
 
@@ -382,7 +378,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "calibrated.",
             TWO,
             partial(_main, TWO, extended=True),
-            figure="groups",
             compare=_EXTENDED,
         ),
         Experiment(
@@ -391,7 +386,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Chat, math and code specialists merged.",
             THREE,
             partial(_main, THREE),
-            figure="groups",
             compare=_MAIN,
         ),
         Experiment(
@@ -400,7 +394,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "The first table with specialists of the Qwen3-MoE architecture.",
             TWO,
             partial(_main, TWO),
-            figure="groups",
             compare=_MAIN,
             arch="qwen3_moe",
         ),
@@ -411,7 +404,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "the first six methods are the paper's.",
             TWO,
             partial(_all_methods, TWO),
-            figure="groups",
             compare=_REPAIRED,
         ),
         Experiment(
@@ -420,7 +412,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "The same with chat, math and code specialists.",
             THREE,
             partial(_all_methods, THREE),
-            figure="groups",
             compare=_REPAIRED,
         ),
         Experiment(
@@ -429,7 +420,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "The whole Hessian of the gate, its diagonal, the identity, or no calibration.",
             TWO,
             partial(_ablation, _hessian),
-            figure="bars",
         ),
         Experiment(
             "alpha-gamma",
@@ -438,8 +428,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "γ = (1 − α)/α; γ is drawn at its α.",
             TWO,
             partial(_ablation, _regularisation),
-            figure="lines",
-            axis="α, or 1/(1 + γ)",
         ),
         Experiment(
             "data",
@@ -448,7 +436,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "truth, or no answer; and text of another domain.",
             TWO,
             partial(_ablation, _composition),
-            figure="bars",
         ),
         Experiment(
             "fraction",
@@ -456,8 +443,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "From a tenth of the rows to all rows.",
             TWO,
             partial(_ablation, _fraction, methods=2),
-            figure="lines",
-            axis="share of the calibration text",
         ),
         Experiment(
             "last-layers",
@@ -465,8 +450,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "The last L layers.",
             TWO,
             partial(_ablation, _last_layers),
-            figure="lines",
-            axis="calibrated layers, from the last",
         ),
         Experiment(
             "router-swap",
@@ -474,7 +457,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Specialists with the merged routers, and the merged model with the specialists'.",
             TWO,
             partial(_ablation, _router_swap),
-            figure="swap",
         ),
         Experiment(
             "layers",
@@ -482,7 +464,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "KL between each specialist's own routing and the model's, on the same tokens.",
             TWO,
             _layers,
-            figure="layers",
         ),
         Experiment(
             "fine-tuning",
@@ -490,7 +471,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "The merge, calibrated or not, fine-tuned on the calibration text of both domains.",
             TWO,
             partial(_ablation, _fine_tuning, methods=2),
-            figure="bars",
             compare=(
                 ("fine-tuned", "HARC, fine-tuned"),
                 ("fine-tuned", "source targets, fine-tuned"),
@@ -504,7 +484,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "more source, on 64 rows of general text or of the domain without a source.",
             TWO,
             partial(_repairs, TWO),
-            figure="groups",
             compare=COMPARED_OF_TWO,
         ),
         Experiment(
@@ -513,7 +492,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "The same with specialists of the Qwen3-MoE architecture.",
             TWO,
             partial(_repairs, TWO),
-            figure="groups",
             compare=COMPARED_OF_TWO,
             arch="qwen3_moe",
         ),
@@ -523,7 +501,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "The same with chat, math and code specialists.",
             THREE,
             partial(_repairs, THREE),
-            figure="groups",
             compare=COMPARED,
         ),
         Experiment(
@@ -532,8 +509,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "λ chosen on held-out rows, and fixed values.",
             TWO,
             partial(_refit_ablation, _ridges),
-            figure="lines",
-            axis="log10 λ",
         ),
         Experiment(
             "refit-text",
@@ -541,8 +516,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Rows of text per domain.",
             TWO,
             partial(_refit_ablation, _texts),
-            figure="lines",
-            axis="rows of text per domain",
         ),
         Experiment(
             "distill",
@@ -552,7 +525,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "general text.",
             TWO,
             partial(_refit_ablation, _distillation),
-            figure="bars",
             compare=((AS_MERGED, DISTILL), (REFIT, DISTILL), (TUNED, DISTILL)),
         ),
         Experiment(
@@ -561,7 +533,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "The same weight average, refitted in closed form or by gradient steps.",
             TWO,
             partial(_refit_ablation, _gradient_steps),
-            figure="bars",
             compare=((REFIT, GRADIENT),),
         ),
         Experiment(
@@ -571,7 +542,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "itself as the source.",
             TWO,
             partial(_pruning, ["a third"], list(_PRUNED_REPAIRS)[:-1]),
-            figure="groups",
             compare=((PRUNED, REFIT), (TUNED, REFIT)),
         ),
         Experiment(
@@ -580,7 +550,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Each specialist with fewer experts, repaired with its own text.",
             TWO,
             partial(_pruning, ["a quarter", "half", "two thirds"], ["refitted", "tuned"]),
-            figure="groups",
             compare=((PRUNED, REFIT), (TUNED, REFIT)),
         ),
         Experiment(
@@ -589,7 +558,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Refit in closed form, by gradient steps, and fine-tuning.",
             TWO,
             partial(_pruning, ["a third"], ["refitted", "gradient", "tuned"]),
-            figure="groups",
             compare=((REFIT, GRADIENT), (TUNED, GRADIENT)),
         ),
         Experiment(
@@ -598,7 +566,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Scores of experts, without a repair.",
             TWO,
             _scores,
-            figure="bars",
         ),
         Experiment(
             "refit-parts",
@@ -606,7 +573,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "All maps, all but one part, and experts alone.",
             TWO,
             partial(_refit_ablation, _parts),
-            figure="bars",
         ),
     )
 }

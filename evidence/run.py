@@ -8,20 +8,16 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
-from evidence.cells import MEASURING, Bench, Cell, Scale, SetKey, set_digest
+from evidence.cells import Bench, Cell, Scale, SetKey, set_digest
 from evidence.data import PRESETS, REGIMES
 from evidence.experiments import EXPERIMENTS, Experiment, Scope
+from evidence.journal import CellJournal, Failure, SetCells, run_cells
 from evidence.layout import ARCHITECTURES
 from evidence.methods import EVERY, chosen
-from evidence.seed_tables import BY_SEEDS
+from evidence.seed_tables import write_tables
+from evidence.summary import Row, Summary, summarise
 from evidence.training import Job, check_choice, train
 from moemerge.errors import UsageError
-from moemerge.lab.experiments.cells import CellJournal, Failure, SetCells, run_cells
-from moemerge.lab.experiments.plots import require_matplotlib
-from moemerge.lab.experiments.report import write_report
-from moemerge.lab.experiments.summary import Summary, summarise
-from moemerge.lab.experiments.tables import Row
-from moemerge.lab.experiments.work import Workers
 from moemerge.lab.testbed import bundled_set
 from moemerge.runtime.devices import cpu_count
 from moemerge.runtime.progress import Progress
@@ -53,7 +49,7 @@ class Table:
     """One experiment in one regime: its rows, and the sets over which they are repeated."""
 
     experiment: Experiment
-    rows: tuple[Row[Cell], ...]
+    rows: tuple[Row, ...]
     sets: tuple[SetKey, ...]
 
     def summary(self, journal: CellJournal) -> Summary:
@@ -88,14 +84,12 @@ def plan_tables(request: TableRequest) -> list[Table]:
 
 
 def run_tables(
-    request: TableRequest, progress: Progress, *, figures: bool = True
+    request: TableRequest, progress: Progress
 ) -> tuple[list[Summary], list[Failure], list[Path]]:
     """Measure all cells that are missing, and write the tables.
 
-    Return the tables, the failures and the files; the page is the first file.
+    Return the tables, the failures and the files; the Markdown of all tables comes first.
     """
-    if figures:
-        require_matplotlib()
     tables = plan_tables(request)
     request.out.mkdir(parents=True, exist_ok=True)
     journal = CellJournal(request.out, asdict(request.scale))
@@ -116,11 +110,7 @@ def run_tables(
         train(jobs, device=request.device, progress=progress)
     failures = _measure(left, request, journal, progress)
     summaries = [table.summary(journal) for table in tables]
-    return (
-        summaries,
-        failures,
-        write_report(request.out, summaries, figures=figures, style=BY_SEEDS),
-    )
+    return summaries, failures, write_tables(request.out, summaries)
 
 
 def set_folder(request: TableRequest, key: SetKey) -> Path:
@@ -170,11 +160,10 @@ def _measure(
             key,
             Bench(set_folder(request, key), work / key.name, request.scale, request.device),
             own,
-            MEASURING,
         )
         for key, own in left.items()
     ]
-    jobs = min(request.jobs or cpu_count(), sum(map(len, left.values())))
-    failures = run_cells(batches, journal, Workers(jobs), progress)
+    jobs = min(request.jobs or cpu_count(), len(batches))
+    failures = run_cells(batches, journal, jobs, progress)
     shutil.rmtree(work, ignore_errors=True)
     return failures

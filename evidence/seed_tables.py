@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
-from moemerge.lab.evaluation.significance import PairedTest
-from moemerge.lab.experiments.report import (
-    TableStyle,
-    difference,
-    p_value,
-    percent,
-    seed_cells,
-    with_error,
+from evidence.summary import (
+    AS_MERGED,
+    AVERAGED,
+    EXACT,
+    HARC,
+    SOURCE,
+    Comparison,
+    RowSummary,
+    Summary,
 )
-from moemerge.lab.experiments.summary import Comparison, RowSummary, Summary
-from moemerge.lab.experiments.tables import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE, TextTable
+from moemerge.lab.evaluation.significance import PairedTest
+from moemerge.lab.study.tables import TextTable, p_value, percent, with_error
 
 SIGNIFICANT = 0.05
 LEGEND = (
@@ -58,7 +61,7 @@ def _cells(row: RowSummary, domains: Sequence[str], untouched: Sequence[str]) ->
         with_error(row.overall),
         "" if against is None else difference(against.accuracy),
         "" if against is None else p_value(against.accuracy.p),
-        "" if against is None or against.problems is None else p_value(against.problems.p),
+        "" if against is None else p_value(against.problems.p),
         "" if row.mismatch is None else with_error(row.mismatch),
         "" if row.kl is None else f"{row.kl.value:.3f}",
         *(with_error(row.untouched[d]) if d in row.untouched else "" for d in untouched),
@@ -85,9 +88,10 @@ def _compared(c: Comparison) -> tuple[str, ...]:
         c.group,
         f"{c.second} − {c.first}",
         difference(c.accuracy),
-        *seed_cells(c),
-        "" if c.problems is None else f"{c.problems.gained} : {c.problems.lost}",
-        "" if c.problems is None else p_value(c.problems.p),
+        f"{c.accuracy.wins}/{c.accuracy.difference.count}",
+        p_value(c.accuracy.p),
+        f"{c.problems.gained} : {c.problems.lost}",
+        p_value(c.problems.p),
         "" if c.mismatch is None else difference(c.mismatch),
     )
 
@@ -153,4 +157,35 @@ def _settings(summary: Summary) -> str:
     )
 
 
-BY_SEEDS = TableStyle(main_table, comparison_table, lambda _: LEGEND, _settings, verdicts)
+def difference(test: PairedTest) -> str:
+    """Format a difference with its error in points: `+1.2 ± 0.3`."""
+    value = test.difference
+    shown = f"{100 * value.value:+.1f}"
+    return shown if value.error is None else f"{shown} ± {percent(value.error)}"
+
+
+# --- files --------------------------------------------------------------------
+
+
+def markdown(summary: Summary) -> str:
+    """Return a table with its heading, verdicts and comparisons."""
+    compared = comparison_table(summary)
+    parts = [f"## {summary.form.heading}", summary.form.about, _settings(summary)]
+    if summary.rows:
+        parts.append("\n".join(f"* {line}" for line in verdicts(summary)))
+        parts.append(main_table(summary).markdown())
+    parts += [compared.markdown()] if compared.rows else []
+    if summary.missing:
+        parts.append(f"Not measured: {'; '.join(summary.missing)}.")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def write_tables(folder: Path, summaries: Sequence[Summary]) -> list[Path]:
+    """Write all tables as Markdown, and each as JSON; return the files, Markdown first."""
+    files = {folder / "results.md": "\n\n".join([*map(markdown, summaries), LEGEND]) + "\n"}
+    for summary in summaries:
+        document = json.dumps(summary.to_json(), indent=1, ensure_ascii=False)
+        files[folder / f"{summary.form.file}.json"] = document + "\n"
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
+    return list(files)

@@ -18,15 +18,14 @@ from typing import Any
 
 from evidence.cells import Scale
 from evidence.experiments import LEADING
+from evidence.journal import CELLS, CellJournal
 from evidence.methods import AVERAGE, EVERY
 from evidence.run import TableRequest, plan_tables
 from evidence.seed_tables import comparison_table, main_table
+from evidence.seed_tables import difference as seed_difference
+from evidence.summary import REFERENCE, RowSummary, Summary
 from moemerge.lab.evaluation.significance import paired_t
-from moemerge.lab.experiments.cells import CELLS, CellJournal
-from moemerge.lab.experiments.report import difference as seed_difference
-from moemerge.lab.experiments.report import with_error
-from moemerge.lab.experiments.summary import RowSummary, Summary
-from moemerge.lab.experiments.tables import REFERENCE, TextTable
+from moemerge.lab.study.tables import TextTable, with_error
 
 MERGES = {"two": "{}(math,code)", "three": "{}(chat,math,code)"}
 VARIANTS = ("{}", "{} calibrated[]", "{} refitted[]")

@@ -12,8 +12,8 @@ from moemerge.config.text_settings import DataRecipe
 from moemerge.errors import UsageError
 from moemerge.lab.evaluation.job import find_task, task_names
 from moemerge.lab.evaluation.settings import load_task
-from moemerge.lab.experiments.settings import StudyConfig
-from moemerge.lab.experiments.study_file import load_study
+from moemerge.lab.study.plan import check_study, load_study
+from moemerge.lab.study.settings import StudyConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -149,7 +149,10 @@ def test_tasks_are_as_the_table_says():
 
 
 def test_the_study_and_the_task_of_the_pages_are_read(tmp_path):
-    for page, key, read in (("study", "title:", load_study), ("evaluate", "verify:", load_task)):
+    for page, key, read in (
+        ("study", "title:", lambda path: check_study(load_study(path))),
+        ("evaluate", "verify:", load_task),
+    ):
         text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         (block,) = [b for b in re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) if key in b]
         path = tmp_path / f"{page}.yml"

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from moemerge.lab.api import make_data as make_data
     from moemerge.lab.api import tune as tune
     from moemerge.lab.evaluation.settings import EvaluationSettings as EvaluationSettings
-    from moemerge.lab.experiments.settings import StudySettings as StudySettings
-    from moemerge.lab.experiments.study import study as study
+    from moemerge.lab.study.run import study as study
+    from moemerge.lab.study.settings import StudySettings as StudySettings
     from moemerge.lab.tuning.settings import TuningSettings as TuningSettings
     from moemerge.methods.method import merge_method as merge_method
     from moemerge.methods.wrappers import merge_wrapper as merge_wrapper
@@ -84,8 +84,8 @@ _PUBLIC = {
         "ResourceError TokenizerError UsageError"
     ),
     "moemerge.lab.evaluation.settings": "EvaluationSettings",
-    "moemerge.lab.experiments.settings": "StudySettings",
-    "moemerge.lab.experiments.study": "study",
+    "moemerge.lab.study.settings": "StudySettings",
+    "moemerge.lab.study.run": "study",
     "moemerge.lab.tuning.settings": "TuningSettings",
     "moemerge.methods.method": "merge_method",
     "moemerge.methods.wrappers": "merge_wrapper",

@@ -21,8 +21,8 @@ from moemerge.config.settings import MergeSettings
 from moemerge.config.text_settings import DataSettings
 from moemerge.config.yaml_lines import read_all
 from moemerge.errors import ConfigError, UsageError
-from moemerge.lab.experiments.settings import StudySettings
-from moemerge.lab.experiments.study import study
+from moemerge.lab.study.run import study
+from moemerge.lab.study.settings import StudySettings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

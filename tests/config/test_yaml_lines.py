@@ -10,7 +10,7 @@ from moemerge.config.yaml_lines import dump_document, read_yaml
 from moemerge.conversion.composing.job import load_compose_config
 from moemerge.errors import ConfigError
 from moemerge.lab.evaluation.settings import load_task
-from moemerge.lab.experiments.study_file import load_study
+from moemerge.lab.study.plan import load_study
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from evidence.cells import Bench, Merge, Scale, Tuning
 from evidence.data import PRESETS
 from evidence.experiments import EXPERIMENTS, TWO, Scope
 from evidence.forced import generate_forced
+from evidence.journal import CellJournal
 from evidence.layout import ARCHITECTURES
 from evidence.methods import EVERY, METHODS, MergeFiles, chosen, merge_config
 from evidence.run import TableRequest, missing_cells, plan_tables, run_tables, set_folder
@@ -29,7 +30,6 @@ from evidence.texts import (
 from evidence.training import write_model
 from moemerge import api
 from moemerge.errors import UsageError
-from moemerge.lab.experiments.cells import CellJournal
 from moemerge.lab.testbed import bundled_set
 from moemerge.lab.testbed.tasks import DOMAINS, problems
 from moemerge.runtime.progress import Silent
@@ -104,7 +104,7 @@ def test_every_merge_config_is_valid():
 def test_wrong_requests_leave_nothing(wrong, words, tmp_path):
     request = replace(TableRequest(("hessian",), tmp_path / "x"), **wrong)
     with pytest.raises(UsageError, match=words):
-        run_tables(request, Silent(), figures=False)
+        run_tables(request, Silent())
     assert not (tmp_path / "x").exists()
 
 
@@ -237,7 +237,7 @@ def test_a_table_is_measured_once_and_resumes(trained, tmp_path):
         jobs=1,
         scale=SCALE,
     )
-    summaries, failures, written = run_tables(request, Silent(), figures=False)
+    summaries, failures, written = run_tables(request, Silent())
     assert not failures
     hessian, swap = summaries
     assert [row.label for row in hessian.rows] == ["none", "identity", "diagonal", "full"]
@@ -251,7 +251,7 @@ def test_a_table_is_measured_once_and_resumes(trained, tmp_path):
     contents = {path: path.read_bytes() for path in [*written, request.out / "cells.jsonl"]}
     shutil.copytree(trained.folder, tmp_path / "sets" / trained.folder.name)
     request = replace(request, sets=tmp_path / "sets")
-    assert run_tables(request, Silent(), figures=False)[0] == summaries
+    assert run_tables(request, Silent())[0] == summaries
     assert contents == {path: path.read_bytes() for path in contents}
     # Another training of the set is measured again.
     manifest = tmp_path / "sets" / trained.folder.name / "testbed.json"

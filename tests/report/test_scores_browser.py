@@ -2,8 +2,8 @@
 
 import pytest
 
-from lab.experiments.test_verdicts import ROWS, summary_of
-from moemerge.lab.experiments.report import write_report
+from lab.study.test_study import summary_of
+from moemerge.lab.study.tables import write_report
 from moemerge.report.scores import write_scores_page
 from report.scores_sample import HOSTILE, sample_page
 from report.test_page_browser import OUTSIDE, SMALL, SMALLEST_TEXT
@@ -91,12 +91,10 @@ def test_three_models_one_of_them_with_a_wicked_name(browser, tmp_path):
 
 
 def test_a_narrow_screen_shows_what_decides(browser, tmp_path):
-    summary = summary_of(tmp_path, ROWS)
-    page = write_report(tmp_path, [summary], figures=False, title="Mine")[0]
+    page = write_report(tmp_path, [summary_of()], figures=False, title="Mine", about="")[0]
     browser.open(page, width=500)
     assert not {"Δ", "p", "95 %"} & set(browser.cut(".results"))
     assert browser.run("return document.documentElement.scrollWidth <= innerWidth") is True
-    assert browser.find(".verdicts li").text.startswith("Not distinguishable from the base")
     browser.command("Emulation.setEmulatedMedia", {"media": "print"})
     browser.command(
         "Emulation.setDeviceMetricsOverride",

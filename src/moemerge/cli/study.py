@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
@@ -13,12 +14,12 @@ from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Reporting, verb
 from moemerge.cli.render import NumberTable
 from moemerge.errors import NumericalError
-from moemerge.lab.experiments.settings import StudySettings
+from moemerge.lab.study.settings import StudySettings
 
 if TYPE_CHECKING:
-    from moemerge.lab.experiments.estimate import StudyEstimate
-    from moemerge.lab.experiments.study import StudyReport
-    from moemerge.lab.experiments.tables import TextTable
+    from moemerge.lab.study.plan import Study
+    from moemerge.lab.study.run import Bench, StudyReport
+    from moemerge.lab.study.tables import TextTable
 
 EXAMPLES = """
   moemerge study examples/paper/small/study.yml results/
@@ -48,70 +49,64 @@ def study(
 
     A repeated run resumes, and measures only new cells.
     """
-    from moemerge.lab.experiments.plan import plan_study
-    from moemerge.lab.experiments.report import legend
-    from moemerge.lab.experiments.study import expect, run_study
-    from moemerge.lab.experiments.study_file import load_study, parse_overrides
+    from moemerge.lab.study.plan import parse_overrides, plan_study
+    from moemerge.lab.study.run import Bench, run_study
 
-    plan = plan_study(load_study(file, parse_overrides(overrides or ())))
+    plan = plan_study(file, parse_overrides(overrides or ()))
     if dry_run:
-        expected = expect(plan, out_folder, settings)
-        reporting.show(expected.to_json(), *_expected(expected), notices=expected.notices)
+        commands = planned(plan, Bench(plan, out_folder, settings))
+        reporting.show({"title": plan.config.title, "commands": commands}, _listed(commands))
         return
     left = "what is finished is kept, repeat it to go on"
     with interruptible(lambda: left), reporting.progress() as bar:
         report = run_study(plan, out_folder, settings, bar)
-    reporting.show(report.to_json(), _shown_tables(report, legend(report.summaries)))
+    reporting.show(report.to_json(), _shown_tables(report))
     if report.failures:
         first = report.failures[0]
         raise NumericalError(
-            f"{len(report.failures)} parts of the study could not be made; the first: "
+            f"{len(report.failures)} commands of the study failed; the first: "
             f"{first.what}: {first.why}",
             hint="finished parts are kept; repeat the command to resume",
         )
 
 
-def _expected(expected: StudyEstimate) -> list[Text | NumberTable]:
-    from moemerge.lab.experiments.estimate import shown_bytes
+def planned(plan: Study, bench: Bench) -> list[dict[str, Any]]:
+    """Return the commands of a study as plain data, in the order in which they run."""
+    from moemerge.lab.study.plan import in_order
 
-    def count(number: int | None) -> str:
-        return "" if number is None else f"{number:,}"
-
-    models = NumberTable(
-        ["model or text", "how", "bytes", "tokens", "", "made of"], words=(1, 4, 5)
-    )
-    for node in expected.nodes:
-        size = "" if node.bytes is None else shown_bytes(node.bytes)
-        there = "done" if node.there else ""
-        made_of = ", ".join(node.made_of)
-        models.add(node.name, node.kind, size, count(node.tokens), there, made_of)
-    cells = NumberTable(["cell", "completions", "tokens at most", ""], words=(0, 3))
-    for cell in expected.cells:
-        done = "measured" if cell.measured else ""
-        cells.add(cell.name, count(cell.completions), count(cell.tokens), done)
-    parts: list[Text | NumberTable] = [Text(expected.title, style="bold"), models, Text("")]
-    parts += [cells, Text("")]
-    if expected.missing:
-        missing = NumberTable(["not here", "", "needed for"], words=(0, 1, 2))
-        for one in expected.missing:
-            missing.add(one.what, one.where, one.needed_for)
-        parts += [missing, Text("")]
-    return [*parts, Text(str(expected))]
+    commands = [one for one in in_order(plan.cells) if one.verb != "files"]
+    return [
+        {
+            "verb": one.verb,
+            "name": one.name,
+            "key": one.key,
+            "inputs": [needed.name for needed in one.inputs if needed.verb != "files"],
+            "done": bench.path(one).exists(),
+        }
+        for one in commands
+    ]
 
 
-def _shown_tables(report: StudyReport, legend: str) -> Group:
-    """Return the verdicts and the main table of every experiment with its heading."""
-    from moemerge.lab.experiments.report import main_table, perplexity_table, verdicts
+def _listed(commands: Sequence[Mapping[str, Any]]) -> NumberTable:
+    table = NumberTable(["command", "of", "", "made of"], words=(1, 2, 3))
+    for one in commands:
+        done = "done" if one["done"] and one["verb"] != "model" else ""
+        table.add(one["verb"], one["name"], done, ", ".join(one["inputs"]))
+    return table
+
+
+def _shown_tables(report: StudyReport) -> Group:
+    """Return the main table of every part of the study with its heading."""
+    from moemerge.lab.study.tables import legend, main_table, perplexity_table
 
     parts: list[Text | NumberTable] = []
     for summary in report.summaries:
-        parts.append(Text(summary.form.heading, style="bold"))
-        parts += [Text(line) for line in verdicts(summary)]
+        parts.append(Text(summary.table.title, style="bold"))
         parts.append(_drawn(main_table(summary)))
         if (losses := perplexity_table(summary)).rows:
             parts += [Text(""), _drawn(losses)]
         parts.append(Text(""))
-    parts.append(Text(legend, style="dim"))
+    parts.append(Text(legend(report.summaries), style="dim"))
     parts.append(Text(f"All tables and figures: {report.written[0]}"))
     return Group(*parts)
 

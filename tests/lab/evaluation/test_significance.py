@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from evidence.packing import pack, unpack
 from moemerge.lab.evaluation.report import EvaluationReport, TaskScores, compare_models
 from moemerge.lab.evaluation.significance import (
     drawn_means,
@@ -19,7 +20,6 @@ from moemerge.lab.evaluation.significance import (
     student_two_sided,
     two_sided,
 )
-from moemerge.lab.experiments.summary import pack, unpack
 
 
 def test_mean_and_its_standard_error():

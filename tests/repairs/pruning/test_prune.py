@@ -17,9 +17,9 @@ from moemerge.errors import (
     NumericalError,
     UsageError,
 )
-from moemerge.lab.experiments.plan import plan_study
-from moemerge.lab.experiments.study_bench import StudyBench
-from moemerge.lab.experiments.study_file import load_study
+from moemerge.lab.study.plan import in_order, plan_study
+from moemerge.lab.study.run import Bench
+from moemerge.lab.study.settings import StudySettings
 from repairs.calibration import cases
 from repairs.pruning.cases import slice_experts
 from repairs.refitting.cases import Killed, kill_after, make_case
@@ -250,24 +250,21 @@ def test_a_study_repairs_what_it_prunes(base, tmp_path):
         zoo.tiny_tokenizer(path)
     task = Path(__file__).parents[3] / "examples" / "paper" / "small" / "math.yml"
     plan = plan_study(
-        load_study(
-            {
-                "sources": {name: str(path) for name, path in case.sources.items()},
-                "data": {name: str(path) for name, path in case.data.items()},
-                "merges": {"mean": {"merge_method": "linear", "parameters": {"weight": 1}}},
-                "repairs": {
-                    "pruned": {"prune": {"keep": 0.5}},
-                    "repaired": {"calibrate": {"targets": "source-features"}, "after": "pruned"},
-                },
-                "evaluate": {"tasks": [str(task)]},
-            }
-        )
+        {
+            "sources": {name: str(path) for name, path in case.sources.items()},
+            "data": {name: str(path) for name, path in case.data.items()},
+            "merges": {"mean": {"merge_method": "linear", "parameters": {"weight": 1}}},
+            "repairs": {
+                "pruned": {"prune": {"keep": 0.5}},
+                "repaired": {"calibrate": {"targets": "source-features"}, "after": "pruned"},
+            },
+            "evaluate": {"tasks": [str(task)]},
+        }
     )
-    evaluate = plan.config.evaluate
-    bench = StudyBench(tmp_path / "models", tmp_path, {}, {}, evaluate, None, "cpu", True)
-    for node in plan.nodes(list(plan.cells.values())):
-        if not node.is_given:
-            bench.make(node)
+    bench = Bench(plan, tmp_path, StudySettings(device="cpu", keep="models"))
+    for one in in_order(plan.cells):
+        if one.is_model and not one.is_given:
+            assert bench.make(one) is None
     reports = [json.loads(p.read_text()) for p in tmp_path.rglob("moemerge_report.json")]
     (repaired,) = (one for one in reports if "calibration" in one)
     assert repaired["prune"]["experts_after"] == 4

@@ -33,8 +33,6 @@ from moemerge.config.text_settings import NamedTexts, Text, Texts
 from moemerge.lab.evaluation.settings import PERPLEXITY, EvaluationSettings
 from moemerge.lab.tuning.settings import TuningSettings
 
-MOST_SEEDS: Final = 100
-
 BASE = "base"  # the base's name among those of the sources
 Keep = Literal["models", "results"]
 FigureKind = Literal["groups", "bars", "lines", "layers", "none"]
@@ -90,7 +88,7 @@ class RepairEntry(Strict):
     share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="share of the rows of text that it uses (default: all)"
     )
-    x: float | None = Field(None, description="its place on the axis of a figure of lines")
+    x: float | None = Field(None, description="its position on the axis of the figure")
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -167,8 +165,10 @@ class TableEntry(Strict):
     compare: tuple[tuple[str, str], ...] | None = Field(
         None, description="pairs of repairs to compare (default: the control with every other one)"
     )
-    figure: FigureKind = Field("groups", description="how it is drawn")
-    axis: str = Field("", description="words below the axis of lines")
+    figure: FigureKind = Field(
+        "groups", description="none, or a figure of the overall scores (all other values)"
+    )
+    axis: str = Field("", description="label of the figure's axis, if repairs have an `x`")
 
 
 def _mapping(raw: object) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class StudyConfig(Strict):
         None, description="given to the base before sources are tuned from it: a name, or Jinja"
     )
     size: str | None = Field(
-        None, description="size of one model, such as 13.8GB, for estimates before it is fetched"
+        None, description="size of one model, such as 13.8GB (for readers; nothing uses it)"
     )
     sources: Annotated[dict[str, SourceField], NotEmpty] = Field(
         description="models to merge, by the names of their domains"
@@ -223,11 +223,6 @@ class StudyConfig(Strict):
             raise FaultsError.one("the base has its own key: `base: MODEL` at the top", BASE)
         if isinstance(seeds, list) and len({str(seed) for seed in seeds}) < len(seeds):
             raise FaultsError.one("the same seed twice: name each once", "seeds")
-        if isinstance(seeds, list) and len(seeds) > MOST_SEEDS:
-            words = (
-                f"{len(seeds)} seeds, at most {MOST_SEEDS}: the whole study is repeated for each"
-            )
-            raise FaultsError.one(words, "seeds")
         return data
 
 
@@ -238,9 +233,8 @@ class StudySettings(Strict):
 
     device: DeviceField = DEVICE
     jobs: PositiveInt | None = Field(
-        None, description="models worked on at a time (default: one for each GPU, or as many as "
-        "cores and memory allow)"
-    )  # fmt: skip
+        None, description="commands that run at a time, sharing device and cores (default: 1)"
+    )
     keep: Keep | None = Field(
         None, description="what stays: results alone, or the models, too (default: the file's)"
     )
