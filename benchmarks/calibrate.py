@@ -49,9 +49,7 @@ def calibrate(spec: dict[str, Any]) -> None:
     from moemerge.config.repair_settings import CalibrationSettings
     from moemerge.repairs.harc import calibrate as harc
     from moemerge.repairs.inputs import RepairRequest
-    from moemerge.runtime.process import limit_kernel_cache
 
-    limit_kernel_cache()
     request = RepairRequest(
         merged=spec["merged"],
         out=Path(spec["out"]),

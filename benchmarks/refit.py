@@ -71,9 +71,7 @@ def refit(spec: dict[str, Any]) -> None:
     from moemerge.config.repair_settings import RefitSettings
     from moemerge.repairs.inputs import RepairRequest
     from moemerge.repairs.refit import refit as repair
-    from moemerge.runtime.process import limit_kernel_cache
 
-    limit_kernel_cache()
     if spec["memory"] is not None:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(1e9 * spec["memory"] / whole)

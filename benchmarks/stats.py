@@ -67,11 +67,9 @@ class Clock:
 def collect(spec: dict[str, Any]) -> None:
     from moemerge.config.faults import parse_settings
     from moemerge.config.job_settings import CollectingSettings
-    from moemerge.runtime.process import limit_kernel_cache
     from moemerge.statistics.collecting.job import CollectRequest
     from moemerge.statistics.collecting.run import run_collect
 
-    limit_kernel_cache()
     settings = {"kind": spec["kind"], "device": spec["device"]}
     request = CollectRequest(
         spec["model"],

@@ -96,18 +96,6 @@ def test_two_runs_do_not_write_one_file(tmp_path):
         LineStore(tmp_path / "f", HEAD)
 
 
-def test_a_durable_line_is_synced(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    with LineStore(tmp_path / "f", HEAD) as store:
-        store.add({"n": 1})
-    assert not synced
-    with LineStore(tmp_path / "g", HEAD, durable=True) as store:
-        assert len(synced) == 2, "the head, and the name of the new file"
-        store.add({"n": 1})
-    assert len(synced) == 3
-
-
 def test_lines_are_read_while_another_run_writes(tmp_path):
     assert read_lines(tmp_path / "f", HEAD) == []
     with LineStore(tmp_path / "f", HEAD) as store:

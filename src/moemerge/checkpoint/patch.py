@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -23,7 +23,6 @@ from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import CheckpointError
 from moemerge.runtime.files import write_at
-from moemerge.runtime.process import thread_pool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,7 +174,7 @@ class _PatchedCopy:
         self._link = link
         self._out = out
         self._copies: dict[str, Future[int]] = {}  # shard name -> descriptor of the copy
-        self._copier = thread_pool(1, "moemerge-copy")
+        self._copier = ThreadPoolExecutor(1, "moemerge-copy")
         self._stopped = threading.Event()
         self._seconds, self._nbytes = 0.0, 0
         self._lock = threading.Lock()
@@ -251,7 +250,7 @@ class _PatchedCopy:
                 self._check_open()
                 self._copy_rest()
                 for copy in self._copies.values():
-                    os.fsync(copy.result())
+                    copy.result()
             self._release()
             self._folder.commit()
         except BaseException:

@@ -7,10 +7,10 @@ import json
 import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from moemerge.checkpoint.folder import INDEX, SINGLE
 from moemerge.checkpoint.output import OutputFolder, output_error, writing
@@ -21,14 +21,9 @@ from moemerge.registry import did_you_mean
 from moemerge.runtime.checksums import PART_BYTES, part_sum
 from moemerge.runtime.files import write_at, write_file
 from moemerge.runtime.lazy import torch
-from moemerge.runtime.process import thread_pool
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# Flush the page cache while a shard grows, so that the final sync is short.
-SYNC_BYTES: Final = 128 * 2**20
-_sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 
 
 @dataclass
@@ -36,7 +31,6 @@ class _Shard:
     path: Path
     fd: int
     left: list[int]  # bytes still to be written, by part: parts have their own checksums
-    unsynced: int = 0
 
     @classmethod
     def of(cls, path: Path, fd: int, nbytes: int) -> _Shard:
@@ -45,7 +39,6 @@ class _Shard:
 
     def written(self, start: int, stop: int) -> Iterator[int]:
         """Record that these bytes were written, and yield where complete parts begin."""
-        self.unsynced += stop - start
         for at in range(start - start % PART_BYTES, stop, PART_BYTES):
             part = at // PART_BYTES
             self.left[part] -= min(stop, at + PART_BYTES) - max(start, at)
@@ -112,9 +105,8 @@ class CheckpointWriter:
         self._writing = 0
         self._closed = False
         self._error: MoeMergeError | None = None
-        self._syncs: list[Future[None]] = []
         self._sums: dict[tuple[str, int], Future[int]] = {}
-        self._pool = thread_pool(2, "moemerge-output")  # syncs, and sums
+        self._pool = ThreadPoolExecutor(1, "moemerge-checksum")
         self._folder: OutputFolder | None = None
         if folder is None:
             self._folder = OutputFolder(out, overwrite=overwrite, inputs=inputs)
@@ -181,9 +173,6 @@ class CheckpointWriter:
             for at in complete:
                 summing = self._pool.submit(part_sum, shard.path, at)  # in the page cache yet
                 self._sums[shard.path.name, at] = summing
-            if shard.unsynced >= SYNC_BYTES or not any(shard.left):
-                shard.unsynced = 0
-                self._syncs.append(self._pool.submit(_sync, shard.fd))
 
     def _written(self, problem: MoeMergeError | None) -> None:
         with self._condition:
@@ -229,13 +218,11 @@ class CheckpointWriter:
             raise CheckpointError(f"{filename} is written by the checkpoint writer itself")
 
     def hand_over(self) -> list[str]:
-        """Flush what was written into another writer's folder, and close this writer.
+        """Close a writer of another writer's folder.
 
         Return the names of the complete tensors.
         """
         self._wait_for_writes()
-        with writing(self.out):
-            self._sync()
         missing = self.missing()
         self._release()
         return [name for name, progress in self._tensors.items() if name not in missing]
@@ -254,14 +241,8 @@ class CheckpointWriter:
             self._condition.wait_for(lambda: self._writing == 0)
             self._check_open()
 
-    def _sync(self) -> None:
-        for sync in self._syncs:
-            sync.result()
-        for shard in self._shards:
-            os.fsync(shard.fd)
-
     def commit(self) -> None:
-        """Check that every tensor is complete, flush everything, and rename into place."""
+        """Check that every tensor is complete, and rename into place."""
         self._wait_for_writes()
         missing = self.missing()
         if missing:
@@ -272,7 +253,6 @@ class CheckpointWriter:
             )
         try:
             with writing(self.out):
-                self._sync()
                 if self._index is not None:
                     write_file(self.folder / INDEX, self._index)
                 sums = {part: summing.result() for part, summing in self._sums.items()}

@@ -43,12 +43,11 @@ def main() -> None:
     try:
         from moemerge.cli.app import app
         from moemerge.cli.console import use_any_encoding
-        from moemerge.runtime.process import configure_process, limit_kernel_cache
+        from moemerge.runtime.process import configure_process
 
         _require_current_folder()
         use_any_encoding()
         configure_process()
-        limit_kernel_cache()
         app(prog_name="moemerge")
     except SystemExit as end:
         code = end.code

@@ -56,7 +56,7 @@ from moemerge.forward.stops import (
 from moemerge.forward.tokens import check_tokens, finite, flat_tokens, real_rows
 from moemerge.forward.weights import Weights
 from moemerge.runtime.devices import attention_without_plans, is_out_of_memory
-from moemerge.runtime.process import give_back_freed_memory, limit_kernel_cache, share_one_heap
+from moemerge.runtime.process import give_back_freed_memory
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch
@@ -83,12 +83,9 @@ class ModelStream:
         progress: Progress | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
-        limit_kernel_cache()
         self.checkpoint = checkpoint
         self.settings = settings = settings or StreamSettings()
         self.device = settings.device
-        if self.device.type == "cpu":
-            share_one_heap()
         self.model = build_skeleton(checkpoint, settings.dtype)
         kept = fuse(self.model, self.device, settings.dtype, narrow=settings.narrow_experts)
         self.anatomy: Anatomy = anatomy(self.model)

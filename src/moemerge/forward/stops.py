@@ -19,7 +19,6 @@ from moemerge.errors import ArchitectureError, UsageError
 from moemerge.forward.routers import RouterModule
 from moemerge.forward.spill import Emptied, Spill, Tracker
 from moemerge.forward.weights import Weights
-from moemerge.runtime.process import start_thread
 from moemerge.text.batches import Batch
 
 
@@ -88,7 +87,7 @@ class Worker(threading.Thread):
             self.emptied = None
         self.value, self.others = None, ()
         if self.ident is None:
-            start_thread(self)
+            self.start()
         self._go.release()
         self._parked.acquire()
 

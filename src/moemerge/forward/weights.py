@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,6 @@ from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.forward.loading import NameMap, Recipe, keeps_float32, map_names, tied_names
 from moemerge.runtime.gpu import BUFFER_BYTES, Uploads, uploads_to
-from moemerge.runtime.process import thread_pool
 from moemerge.runtime.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -85,9 +84,9 @@ class Weights:
         self._uploads = uploads_to(device, UPLOAD_BUFFERS)
         self._ahead: tuple[str, Future[dict[str, Tensor]]] | None = None
         with ExitStack() as undo:  # end started threads if a later line fails
-            self._pool = thread_pool(readers, "moemerge-read")
+            self._pool = ThreadPoolExecutor(readers, "moemerge-read")
             undo.callback(self._pool.shutdown)
-            self._background = thread_pool(1, "moemerge-prefetch")
+            self._background = ThreadPoolExecutor(1, "moemerge-prefetch")
             undo.callback(self._background.shutdown)
             self._buffers_to_device()
             undo.pop_all()

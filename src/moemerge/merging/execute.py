@@ -11,7 +11,7 @@ import functools
 import statistics
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ from moemerge.methods.method import Blocks, StoppedError, UnitInfo
 from moemerge.methods.wrappers import Inner
 from moemerge.runtime.devices import OwnStream, cpu_count, is_out_of_memory, prepare_for_threads
 from moemerge.runtime.lazy import torch
-from moemerge.runtime.process import reuse_freed_memory, thread_pool
+from moemerge.runtime.process import reuse_freed_memory
 from moemerge.runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def execute(
     usual = statistics.median_high(block.working_bytes for block in plan.blocks)
     order = sorted(plan.blocks, key=lambda block: block.working_bytes <= 4 * usual)
     later = [*order[READ_AHEAD * workers :], *[None] * (READ_AHEAD * workers)]
-    with _share_cores(workers), thread_pool(workers, "moemerge-merge") as pool:
+    with _share_cores(workers), ThreadPoolExecutor(workers, "moemerge-merge") as pool:
         try:  # Ctrl-C may also arrive while blocks are being submitted
             _wait([pool.submit(runner.run, *pair) for pair in zip(order, later, strict=False)])
         except BaseException:

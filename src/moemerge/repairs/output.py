@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -33,7 +33,6 @@ from moemerge.errors import (
 )
 from moemerge.repairs.states import SavedStates, WorkFolder
 from moemerge.runtime.journals import journal_path
-from moemerge.runtime.process import thread_pool
 from moemerge.runtime.ranks import SINGLE, Ranks
 
 COMPANION_BYTES: Final = 16 * 2**20  # for report, card and config next to the weights
@@ -154,7 +153,7 @@ class Output:
         self._journal: Journal | None = None
         self._patch: CheckpointPatch | None = None
         # A GPU computes the next layer while the disk takes one.
-        self._pool = thread_pool(1, "moemerge-journal") if in_background else None
+        self._pool = ThreadPoolExecutor(1, "moemerge-journal") if in_background else None
         self._adding: Future[None] | None = None
         if not (write and ranks.leads):
             return

@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,7 +36,6 @@ from moemerge.repairs.report import RepairReport
 from moemerge.repairs.routers import MERGED, require_same_family
 from moemerge.repairs.slicing import kept_count, pruned_routers, require_sliceable, sliced_tensors
 from moemerge.runtime.devices import resolve_device
-from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import alone, own_device
 from moemerge.text.batches import make_batches
@@ -316,7 +316,7 @@ def _write(
         overwrite=request.overwrite,
         inputs=model.checkpoint.folders,
     ) as writer:
-        with thread_pool(COPIERS, "moemerge-prune") as pool:
+        with ThreadPoolExecutor(COPIERS, "moemerge-prune") as pool:
             list(pool.map(lambda tensor: tensor.write(model, writer), tensors))
         config = json.dumps(config_with_experts(model, report.experts_after), indent=2) + "\n"
         added = {"config.json": config.encode(), **output_files(request, model, report)}

@@ -11,13 +11,13 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from moemerge.errors import CheckpointError
 from moemerge.runtime.files import open_plain, read_object, replace_file, write_whole
-from moemerge.runtime.process import thread_pool
 
 REPORT_NAME: Final = "moemerge_report.json"
 CHECKSUMS: Final = "checksums"  # the report's key
@@ -129,7 +129,7 @@ def _sums(folder: Path, names: Sequence[str], known: PartSums | None = None) -> 
     found: dict[str, FileSum] = {name: {"bytes": sizes[name], "crc32": []} for name in names}
     unknown = [part for part in parts if part not in known]
     threads = max(1, min(_MOST_THREADS, os.cpu_count() or 1, len(unknown)))
-    with thread_pool(threads, "moemerge-checksum") as pool:
+    with ThreadPoolExecutor(threads, "moemerge-checksum") as pool:
         values = pool.map(lambda part: part_sum(folder / part[0], part[1]), unknown)
         sums = {**known, **dict(zip(unknown, values, strict=True))}
     for name, at in parts:

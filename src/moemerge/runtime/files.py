@@ -116,7 +116,7 @@ def read_file(
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is complete on disk, or leave the one that was there.
+    """Write a complete file, or leave the one that was there.
 
     A symbolic link at `path` is replaced; the file it points to stays.
     """
@@ -131,12 +131,11 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a temporary file next to `path`, sync it and rename it. Raises OSError."""
+    """Write a temporary file next to `path` and rename it. Raises OSError."""
     partial = hidden_sibling(path, "partial")
     try:
         write_file(partial, data)
         partial.replace(path)
-        sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -148,11 +147,9 @@ def open_new(path: Path) -> BinaryIO:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small file and sync it. A killed process can leave it incomplete."""
+    """Write a small file. A killed process can leave it incomplete."""
     with open_new(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from moemerge.errors import DataError
-from moemerge.runtime.files import open_plain, parse_object, sync_folder
+from moemerge.runtime.files import open_plain, parse_object
 
 
 def _sibling(out: Path, what: str) -> Path:
@@ -57,8 +57,7 @@ class LineStore:
     another file, raises an error. A killed process leaves at most an incomplete last line, which is
     removed when the file is opened again.
 
-    When `add` returns, the line survives the end of the process. With `durable` it is also synced
-    to disk and survives a power loss.
+    When `add` returns, the line survives the end of the process.
 
     A symbolic link is never followed. `lines` are the lines that were found, without the head.
     """
@@ -69,12 +68,10 @@ class LineStore:
         head: Mapping[str, Any] | None,
         *,
         restart: bool = False,
-        durable: bool = False,
         hint: str = RESTART_HINT,
     ) -> None:
         self.path = path
         self._head = head
-        self._durable = durable
         self._file = _open(path)
         try:
             self._lock()
@@ -117,8 +114,6 @@ class LineStore:
             return _parse_lines(complete, self.path, self._head, hint)
         if self._head is not None:
             self._write(self._head)
-        if self._durable:
-            sync_folder(self.path.parent)
         return []
 
     def _write(self, line: Mapping[str, Any]) -> None:
@@ -127,8 +122,6 @@ class LineStore:
         try:
             while data:
                 data = data[os.write(self._file.fileno(), data) :]
-            if self._durable:
-                os.fsync(self._file.fileno())
         except OSError as error:
             raise DataError(
                 f"{self.path} cannot be written: {error.strerror}",

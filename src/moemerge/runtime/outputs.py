@@ -17,8 +17,6 @@ from typing import Final
 from moemerge.errors import CheckpointError, UsageError
 from moemerge.runtime.files import open_plain
 
-LONGEST_NAME: Final = 220  # bytes; a hidden name next to it has up to 30 more, of at most 255
-DEEPEST: Final = 250  # folders of an output; Python creates and removes them by recursion
 _BEGINNING: Final = 4096  # bytes that are read to recognise a file
 
 
@@ -89,16 +87,7 @@ def check_output_file(
 
 
 def check_name(out: Path) -> None:
-    """Refuse a name that cannot be written into a report, or is too long or too deep."""
-    if "\0" in str(out):
-        raise CheckpointError(
-            f"the output {str(out)!r} has a NUL character in its name", hint="choose another name"
-        )
-    if len(out.parts) > DEEPEST:
-        raise CheckpointError(
-            f"the output is {len(out.parts)} folders deep, more than {DEEPEST}",
-            hint="choose another output",
-        )
+    """Refuse a name that cannot be written into a report, and a path that cannot be looked at."""
     for name in (str(out), os.path.realpath(out)):
         try:
             name.encode()
@@ -107,11 +96,6 @@ def check_name(out: Path) -> None:
                 f"the output {os.fsencode(name)!r} has a name that is not UTF-8",
                 hint="reports cannot contain it; choose another name",
             ) from None
-    if len(os.fsencode(os.path.basename(os.path.realpath(out)))) > LONGEST_NAME:
-        raise CheckpointError(
-            f"the output {out.name[:40]}... has a name of more than {LONGEST_NAME} bytes",
-            hint="temporary files need some more; choose a shorter name",
-        )
     try:
         os.lstat(out)
     except (FileNotFoundError, NotADirectoryError):

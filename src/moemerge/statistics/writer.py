@@ -13,7 +13,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +26,6 @@ from moemerge.errors import CheckpointError
 from moemerge.runtime.files import hidden_sibling, remove_stale, sync_folder, write_at
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.outputs import FileKind, check_output_file
-from moemerge.runtime.process import thread_pool
 from moemerge.statistics.file import FORMAT_NUMBER, STATISTICS_FORMAT
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class StatisticsWriter:
         self._jobs: deque[tuple[Future[None], int]] = deque()
         self._target = out.absolute()  # a link is replaced: what it points to is not ours
         self._path = hidden_sibling(self._target, "partial")
-        self._pool = thread_pool(COPY_THREADS, "moemerge-stats")
+        self._pool = ThreadPoolExecutor(COPY_THREADS, "moemerge-stats")
         with writing(out):
             remove_stale(self._target)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -6,6 +6,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,6 @@ from moemerge.forward.settings import StreamSettings, forward_dtype
 from moemerge.repairs.card import COMPOSITION
 from moemerge.repairs.inputs import settings_data
 from moemerge.runtime.devices import resolve_device
-from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress, counted
 from moemerge.runtime.ranks import own_device
 from moemerge.text.domains import TextSettings, load_domain
@@ -228,7 +228,7 @@ def _copy(
         tensor.write(writer)
         progress.advance(tensor.info.nbytes)
 
-    with thread_pool(COPIERS, "moemerge-compose") as pool:
+    with ThreadPoolExecutor(COPIERS, "moemerge-compose") as pool:
         list(pool.map(write, copied))
     progress.finish()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import time
 from collections import defaultdict
@@ -373,8 +372,6 @@ def write_adapter(
         else:
             with open(data, "rb") as source:
                 shutil.copyfileobj(source, file, BLOCK_BYTES)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _rehearse(

@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerBase
 from moemerge.config.text_settings import GenerationSettings
 from moemerge.errors import ResourceError, UsageError
 from moemerge.lab.generation.engine import Completion, CompletionRequest
-from moemerge.runtime.process import start_thread
 from moemerge.runtime.progress import Progress
 
 AT_A_TIME: Final = 32  # concurrent requests per server, which batches them itself
@@ -78,7 +77,7 @@ class ServerEngine:
         ]
         try:
             for thread in threads:
-                start_thread(thread)
+                thread.start()
             for _ in wanted:
                 yield self._next(done, threads)
         finally:

@@ -16,6 +16,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, Final
@@ -37,7 +38,6 @@ from moemerge.lab.verification.workers import WorkerPool
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import cpu_count
 from moemerge.runtime.journals import LineStore
-from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress, Silent
 
 NAMES: Final = ("math", "code", "exact", "choice", "instructions")
@@ -98,7 +98,7 @@ def check_all(
         return judgement
 
     progress.start("judging", len(items), unit="answers")
-    pool = thread_pool(workers or cpu_count(), "moemerge-judge")
+    pool = ThreadPoolExecutor(workers or cpu_count(), "moemerge-judge")
     try:
         return list(pool.map(check, items))
     finally:

@@ -21,7 +21,6 @@ from moemerge.errors import (
     UsageError,
 )
 from moemerge.repairs.lockstep.journal import Entry, Journal, SavedStates
-from moemerge.runtime.process import thread_pool
 from moemerge.runtime.ranks import SINGLE, Ranks
 
 # Space for report, card and config next to the weights.
@@ -167,7 +166,7 @@ class PatchedOutput(Output):
         # A GPU computes the next entry while the disk makes one durable.
         self._later: ThreadPoolExecutor | None = None
         if in_background:
-            self._later = thread_pool(1, "moemerge-journal")
+            self._later = ThreadPoolExecutor(1, "moemerge-journal")
         self._adding: Future[None] | None = None
         self._held: Iterable[tuple[str, Tensor]] = ()
         self._others = others

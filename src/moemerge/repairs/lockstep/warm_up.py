@@ -13,7 +13,6 @@ from moemerge.families.opened import OpenModel
 from moemerge.families.rules import Gate
 from moemerge.routing import DomainFeatures, RouterProblem
 from moemerge.runtime.devices import gpu_memory, is_out_of_memory, prepare_for_threads
-from moemerge.runtime.process import start_thread
 
 DOMAINS = ("one", "two")
 # Large enough to use the same kernels as later, small enough to be quick.
@@ -34,7 +33,7 @@ class WarmUp:
             self._thread = threading.Thread(
                 target=self._run, args=(device, work), name="moemerge-warm-up", daemon=True
             )
-            start_thread(self._thread)
+            self._thread.start()
 
     def __enter__(self) -> Self:
         return self
