@@ -85,9 +85,9 @@ from moemerge.runtime.ranks import SINGLE, Ranks, alone, asked_for, leads, on_on
 from moemerge.text.rows import TextSource, check_file, check_text
 
 if TYPE_CHECKING:
-    from moemerge.conversion.composing.run import ComposeReport
-    from moemerge.conversion.exporting.convert import ConvertReport
-    from moemerge.conversion.exporting.extract_lora import ExtractLoraReport
+    from moemerge.conversion.compose import ComposeReport
+    from moemerge.conversion.convert import ConvertReport
+    from moemerge.conversion.extract_lora import ExtractLoraReport
     from moemerge.diagnosis.results import Diagnosis
     from moemerge.diagnosis.swap import SwapReport
     from moemerge.merging.extract import ExtractReport
@@ -977,8 +977,7 @@ def compose(
     """
     options = settings_for(ComposeSettings, settings, keywords, "compose")
     alone("compose")
-    from moemerge.conversion.composing.job import load_compose_config
-    from moemerge.conversion.composing.run import run_compose
+    from moemerge.conversion.compose import load_compose_config, run_compose
 
     bar, folder = progress or Silent(), Path(out)
     loaded = load_compose_config(config)
@@ -1055,7 +1054,7 @@ def extract_lora(
 ) -> ExtractLoraReport:
     """Write the difference of `model` and `base` as a LoRA adapter in PEFT's format to `out`."""
     options = settings_for(ExtractLoraSettings, settings, keywords, "extract_lora")
-    from moemerge.conversion.exporting.extract_lora import extract_lora as run
+    from moemerge.conversion.extract_lora import extract_lora as run
 
     for one in (model, base):
         check_model_config(open_model(str(one), one))
@@ -1076,7 +1075,7 @@ def convert(
     `per-expert` is the layout in which most families are published, `fused` that of transformers'
     models in memory.
     """
-    from moemerge.conversion.exporting.convert import convert as run
+    from moemerge.conversion.convert import convert as run
 
     if layout not in get_args(ExpertLayoutName):
         known = ", ".join(get_args(ExpertLayoutName))

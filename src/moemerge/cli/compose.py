@@ -14,7 +14,7 @@ from moemerge.cli.render import Samples, show_samples
 from moemerge.config.job_settings import ComposeSettings
 
 if TYPE_CHECKING:
-    from moemerge.conversion.composing.run import ComposeReport
+    from moemerge.conversion.compose import ComposeReport
 
 EXAMPLES = """
   moemerge compose moe.yml composed/

@@ -15,7 +15,7 @@ from moemerge.config.job_settings import ExtractLoraSettings
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
-    from moemerge.conversion.exporting.extract_lora import ExtractLoraReport
+    from moemerge.conversion.extract_lora import ExtractLoraReport
 
 CONVERT_EXAMPLES = """
   moemerge convert merged/ fused/ --layout fused

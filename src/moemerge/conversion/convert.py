@@ -18,7 +18,7 @@ from moemerge.checkpoint.model_card import CARD_NAME, CONFIG_NAME, REPORT_NAME, 
 from moemerge.config.job_settings import ExpertLayoutName
 from moemerge.config.models import ModelLike
 from moemerge.config.yaml_lines import config_for
-from moemerge.conversion.exporting.targets import StoredUnits
+from moemerge.conversion.units import StoredUnits
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.families.names import split_layer
 from moemerge.families.opened import OpenModel, open_model

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moemerge.checkpoint import CheckpointWriter, TensorInfo
-from moemerge.conversion.composing.targets import MoeTarget
+from moemerge.conversion.compose_targets import MoeTarget
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.families import names
 from moemerge.families.architecture import Architecture, RouterInfo

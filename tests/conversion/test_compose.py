@@ -11,7 +11,7 @@ import transformers
 import moemerge
 import terminal
 import zoo
-from moemerge.conversion.composing.targets import TARGETS
+from moemerge.conversion.compose_targets import TARGETS
 from moemerge.errors import MoeMergeError
 
 MATH = ["compute one plus two", "what is seven times nine"]

@@ -1,1 +1,0 @@
-"""Compose MoE models of dense ones, and add experts to MoE models."""
