@@ -95,50 +95,34 @@ def test_reading_into_a_buffer(tmp_path):
             file.read("x", (1, 3), wrong)
 
 
+ENTRY = "expected a dtype .* a shape, and data_offsets that hold it"
 LIES = {
-    "length beyond the file": (b"{}", b"", 1000, "claims 1000 bytes, but only 2 follow"),
-    "bad JSON": (b"{nonsense", b"", None, "not valid JSON"),
-    "not UTF-8": (b'{"\xff": 1}', b"", None, "not valid JSON"),
-    "nested too deep": (b"[" * 100_000, b"", None, "not valid JSON"),
-    "a list": ([], b"", None, "a JSON list, expected an object"),
-    "metadata": ({"__metadata__": {"a": 1}}, b"", None, "must map strings to strings"),
-    "no fields": ({"x": {"dtype": "F32"}}, b"", None, "expected dtype, shape and data_offsets"),
-    "entry is no object": ({"x": 3}, b"", None, "expected dtype, shape and data_offsets"),
-    "unknown dtype": ({"x": entry("BF61")}, bytes(8), None, "dtype 'BF61', did you mean 'BF16'"),
-    "dtype is no string": ({"x": entry(3)}, bytes(8), None, "has dtype 3"),
-    "negative shape": ({"x": entry(shape=(-2,))}, bytes(8), None, "non-negative axes"),
-    "shape of booleans": ({"x": entry(shape=(True,))}, bytes(8), None, "non-negative integers"),
-    "shape is no list": ({"x": entry(shape="2")}, bytes(8), None, "non-negative integers"),
-    "too many elements": (
-        {"x": entry(shape=(2**40, 2**40))},
-        bytes(8),
-        None,
-        "multiply to at most 9223372036854775807",
-    ),
-    "too many elements beside none": (
-        {"x": entry(shape=(0, 2**62, 2), offsets=(0, 0))},
-        b"",
-        None,
-        "multiply to at most",
-    ),
-    "three offsets": ({"x": entry(offsets=(0, 4, 8))}, bytes(8), None, "two of them"),
-    "shape and bytes": ({"x": entry(shape=(3,))}, bytes(8), None, "needs 12 bytes"),
-    "offsets reversed": ({"x": entry(offsets=(8, 0))}, bytes(8), None, "needs 8 bytes"),
-    "truncated": ({"x": entry()}, bytes(5), None, "holds 5; it is truncated"),
-    "trailing bytes": ({"x": entry()}, bytes(9), None, "1 bytes after the last tensor"),
+    "length beyond the file": (b"{}", b"", 1000, "claims 1000 bytes, but 2 follow"),
+    "bad JSON": (b"{nonsense", b"", None, "not that of a safetensors file"),
+    "nested too deep": (b"[" * 100_000, b"", None, "not that of a safetensors file"),
+    "a list": ([], b"", None, "not that of a safetensors file"),
+    "no offsets": ({"x": {"dtype": "F32"}}, b"", None, "not that of a safetensors file"),
+    "no shape": ({"x": {"dtype": "F32", "data_offsets": [0, 4]}}, bytes(4), None, ENTRY),
+    "unknown dtype": ({"x": entry("BF61")}, bytes(8), None, ENTRY),
+    "negative shape": ({"x": entry(shape=(-2,))}, bytes(8), None, ENTRY),
+    "too many elements": ({"x": entry(shape=(2**40, 2**40))}, bytes(8), None, ENTRY),
+    "three offsets": ({"x": entry(offsets=(0, 4, 8))}, bytes(8), None, ENTRY),
+    "shape and bytes": ({"x": entry(shape=(3,))}, bytes(8), None, ENTRY),
+    "truncated": ({"x": entry()}, bytes(5), None, "it is truncated"),
+    "trailing bytes": ({"x": entry()}, bytes(9), None, "its tensors end at byte"),
     "overlap": (
         {"x": entry(), "y": entry(offsets=(4, 12))},
         bytes(12),
         None,
-        "'y' overlaps the one before",
+        "'y' begins at byte 4 of the data, expected 8",
     ),
-    "gap": ({"x": entry(offsets=(4, 12))}, bytes(12), None, "'x' leaves a gap before it"),
-    "duplicate": (
+    "gap": ({"x": entry(offsets=(4, 12))}, bytes(12), None, "'x' begins at byte 4"),
+    "a name for two tensors": (
         b'{"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
-        b'"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
-        bytes(1),
+        b'"x":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}',
+        bytes(2),
         None,
-        "'x' occurs twice",
+        "'x' begins at byte 1 of the data, expected 0",
     ),
 }
 
@@ -151,14 +135,6 @@ def test_a_header_that_lies_is_refused(tmp_path, case):
         SafetensorsFile(path)
     assert str(path) in str(caught.value)
     assert caught.value.hint
-
-
-def test_too_many_tensors_are_refused_before_they_are_parsed(tmp_path):
-    header = b'{"data_offsets":' * 300_000  # not even JSON
-    path = tmp_path / "many.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(CheckpointError, match="has 300000 tensors, at most 250000"):
-        SafetensorsFile(path)
 
 
 def test_an_oversized_header_is_refused_before_it_is_read(tmp_path):
