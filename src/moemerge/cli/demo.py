@@ -60,16 +60,19 @@ def demo(
     quiet: Quiet = False,
 ) -> None:
     """Merge the bundled specialists, calibrate routers, refit linear maps, and compare."""
-    from dataclasses import asdict
-
-    from moemerge import api
     from moemerge.lab.testbed import bundled_set, open_set
-    from moemerge.lab.testbed.demo import PROBLEMS, Demo, findings, one_thread
 
     specialists = bundled_set() if trained is None else open_set(trained)
     if path:
         out.print(str(specialists.folder), markup=False, soft_wrap=True)
         return
+
+    # These import torch.
+    from dataclasses import asdict
+
+    from moemerge import api
+    from moemerge.lab.testbed.demo import PROBLEMS, Demo, findings, one_thread
+
     count = PROBLEMS if problems is None else problems
     _clear(folder)
     what = api.inspect(specialists.base)

@@ -1,6 +1,8 @@
 """The demo computes what it shows, on any trained set, and clears away only what is its own."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -146,3 +148,12 @@ def test_specialists_know_their_domain_better_than_the_base():
             assert abs(sum(right) / ASKED - told[name][domain]) < 0.2
         assert told[domain][domain] > told["base"][domain]
         assert sum(own) >= sum(base)
+
+
+def test_the_path_is_printed_without_importing_torch():
+    command = [sys.executable, "-X", "importtime", "-m", "moemerge", "demo", "--path"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == str(bundled_set().folder)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "moemerge.lab.testbed" in imported
+    assert "torch" not in imported
