@@ -19,7 +19,6 @@ from moemerge.forward.spill import SMALLEST, Offload
 from moemerge.forward.weights import PINNED_BYTES, Weights
 from moemerge.runtime.devices import available_memory, gpu_memory, is_out_of_memory
 from moemerge.runtime.dtypes import parse_dtype
-from moemerge.runtime.ranks import SINGLE, Ranks
 from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, gpu_batch_tokens
 
 CPU = torch.device("cpu")
@@ -42,19 +41,12 @@ class StreamSettings:
     prefetch: bool | None = None
     # Hold experts in their stored dtype on a CPU; every batch converts them again.
     narrow_experts: bool = False
-    gather: bool | None = None  # hand out a domain's inputs as one block
     spill_folder: Path | None = None
     spill_smallest: int = SMALLEST  # bytes of a storage that is worth offloading
-    # The processes that run the same stream. Those on one machine read every weight once together.
-    readers: Ranks = SINGLE
 
     @property
     def prefetches(self) -> bool:
         return self.device.type != "cpu" if self.prefetch is None else self.prefetch
-
-    @property
-    def gathers(self) -> bool:
-        return self.device.type != "cpu" if self.gather is None else self.gather
 
 
 def forward_dtype(name: str, model: OpenModel, device: torch.device) -> torch.dtype:
@@ -128,14 +120,13 @@ class MemoryEstimate:
     parked: int  # activations of all waiting batches
     running: int  # temporaries of the running batch
     features: int  # router inputs at a stop
-    gathered: bool = False  # waiting batches on the device share the block of inputs
 
     @property
     def on_device(self) -> int:
         total = self.root + self.layer + self.ahead + self.running + self.features
         if self._spills:
             return total
-        return total + self.parked - (self.features if self.gathered else 0)
+        return total + self.parked
 
     @property
     def on_host(self) -> int:
@@ -201,7 +192,6 @@ def estimate_memory(
         running=_scores(text, batches, itemsize)
         + largest * (RUNNING_COPIES * streams * token + chosen * (3 * inner * itemsize + token)),
         features=token * sum(batch.tokens for batch in batches),
-        gathered=settings.gathers,
     )
     return choose_offload(estimate) if settings.offload == "auto" else estimate
 

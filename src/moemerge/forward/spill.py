@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moemerge.checkpoint.output import temporary_folder, writing
-from moemerge.text.batches import Batch
 
 Offload = Literal["device", "cpu", "disk"]
 SMALLEST = 64 * 1024  # bytes; smaller storages are not worth a transfer
@@ -147,71 +146,3 @@ def held_by(modules: Iterable[nn.Module]) -> set[int]:
 
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-# --- router inputs as one block ------------------------------------------------------------------
-#
-# The kernels are fastest with few, long blocks. On a GPU, a domain's inputs are therefore copied
-# into one block. A batch's own storage is emptied while it waits, and refilled from the block
-# before it continues, so that hidden states are held once.
-
-DomainSplit = tuple[str, bool]  # domain, holdout
-
-
-class Gathered:
-    """One block per domain, into which the batches' inputs are copied in order."""
-
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self._tokens: dict[DomainSplit, int] = {}
-        for batch in batches:
-            key = (batch.domain, batch.holdout)
-            self._tokens[key] = self._tokens.get(key, 0) + batch.tokens
-        self._blocks: dict[DomainSplit, Tensor] = {}
-        self._used: dict[DomainSplit, int] = {}
-
-    def take(self, batch: Batch, tokens: Tensor, rows: Tensor | None) -> Tensor:
-        """Copy the batch's real tokens into the block; return their part of it, (tokens, d)."""
-        key = (batch.domain, batch.holdout)
-        if key not in self._blocks:
-            self._blocks[key] = tokens.new_empty(self._tokens[key], tokens.shape[1])
-            self._used[key] = 0
-        count = tokens.shape[0] if rows is None else rows.shape[0]
-        place = self._blocks[key][self._used[key] : self._used[key] + count]
-        self._used[key] += count
-        if rows is None:
-            return place.copy_(tokens)
-        return torch.index_select(tokens, 0, rows, out=place)
-
-
-class Emptied:
-    """A waiting batch's tensor whose memory was released; `refill` restores its real tokens.
-
-    Padding is lost: it becomes zero, and no real token reads it.
-    """
-
-    def __init__(self, tensor: Tensor, copy: Tensor, rows: Tensor | None) -> None:
-        self._storage = tensor.untyped_storage()
-        self._nbytes = self._storage.nbytes()
-        self._copy = copy
-        self._rows = rows
-        self._storage.resize_(0)
-
-    @classmethod
-    def of(cls, tensor: Tensor, copy: Tensor, rows: Tensor | None) -> Emptied | None:
-        """Release a tensor's memory; `copy` holds its `rows` (None: all).
-
-        Return None if the storage holds more than the tensor.
-        """
-        whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        resizable = tensor.untyped_storage().resizable()
-        if not (whole and resizable and tensor.is_contiguous()):
-            return None
-        return cls(tensor, copy, rows)
-
-    def refill(self) -> None:
-        self._storage.resize_(self._nbytes)
-        tokens = as_bytes(self._storage).view(self._copy.dtype).view(-1, self._copy.shape[1])
-        if self._rows is None:
-            tokens.copy_(self._copy)
-        else:
-            tokens.zero_().index_copy_(0, self._rows, self._copy)

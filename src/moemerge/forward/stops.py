@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moemerge.errors import ArchitectureError, UsageError
+from moemerge.errors import ArchitectureError
 from moemerge.forward.routers import RouterModule
-from moemerge.forward.spill import Emptied, Spill, Tracker
+from moemerge.forward.spill import Spill, Tracker
 from moemerge.forward.weights import Weights
 from moemerge.text.batches import Batch
 
@@ -26,26 +26,12 @@ class Cancelled(BaseException):
     """Unwinds a paused thread. Not an Exception, so that model code cannot swallow it."""
 
 
-PauseKind = Literal["layer", "module", "router", "end"]
-
-
 @dataclass(frozen=True)
 class Pause:
-    """Where a batch waits: before a layer, module or router `key`, or at the end."""
+    """Where a batch waits: before the layer or module `key`, or at the end."""
 
-    kind: PauseKind
+    kind: Literal["layer", "module", "end"]
     key: str = ""
-
-
-def part_of_a_layer(begin: str, end: str) -> str:
-    """Return the name in the timings of the work between two kinds of pauses."""
-    if "module" in (begin, end):
-        return "modules"
-    if begin == "start":
-        return "embeddings"
-    if begin == "router":
-        return "experts"
-    return "attention" if end == "router" else "other layers"
 
 
 class Worker(threading.Thread):
@@ -62,7 +48,6 @@ class Worker(threading.Thread):
         self.value: Tensor | None = None  # the hook's hidden states or module input
         self.others: tuple[Tensor, ...] = ()  # further tensor arguments of the module
         self.error: BaseException | None = None
-        self.emptied: Emptied | None = None  # a tensor whose memory was released meanwhile
         self._forward: Callable[[Batch], Tensor] | None = forward
         self._spill = spill
         self._tracker = None if spill is None else Tracker()
@@ -82,9 +67,6 @@ class Worker(threading.Thread):
         """Run until the next pause; afterwards `at`, `value` and `error` are set."""
         if self._spill is not None:
             self._spill.back()
-        if self.emptied is not None:
-            self.emptied.refill()
-            self.emptied = None
         self.value, self.others = None, ()
         if self.ident is None:
             self.start()
@@ -106,7 +88,7 @@ class Worker(threading.Thread):
         self._go.release()
         if self.ident is not None:
             self.join()
-        self.value, self.others, self.emptied = None, (), None
+        self.value, self.others = None, ()
 
     # --- called in the thread itself ---
 
@@ -222,69 +204,6 @@ class Arrival:
 
     batch: Batch
     given: tuple[Tensor, ...]
-
-
-class Stop:
-    """A module before which all batches wait: read its inputs and replace weights.
-
-    Valid until the iteration continues. Inputs without other references are freed then.
-    """
-
-    def __init__(
-        self,
-        pause: Pause,
-        layer: int,
-        weights: Weights,
-        arrivals: Sequence[Arrival],
-        shared: bool = False,
-    ) -> None:
-        self.kind: PauseKind = pause.kind
-        self.path = pause.key  # the module or layer that runs next
-        # The running layer; at a layer's stop the next one; at the end the number of layers.
-        self.layer = layer
-        # Whether every batch has the very same input tensor as at the previous stop.
-        self.shared = shared
-        self._arrivals = arrivals
-        self._weights = weights
-
-    @property
-    def domains(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(arrival.batch.domain for arrival in self._arrivals))
-
-    @property
-    def arrivals(self) -> Sequence[Arrival]:
-        """All batches with their input tensors; empty if none were requested."""
-        return self._arrivals
-
-    def inputs(self, domain: str, *, holdout: bool = False) -> list[Tensor]:
-        """Return the module's inputs without padding, a (tokens, d) tensor per batch."""
-        return [x for _, x in self.by_batch(domain, holdout=holdout)]
-
-    def by_batch(self, domain: str, *, holdout: bool = False) -> list[tuple[Batch, Tensor]]:
-        """Return the inputs with their batches, to pair tokens of several models."""
-        if domain not in self.domains:
-            raise UsageError(f"no domain {domain!r}; there are {', '.join(self.domains)}")
-        return [
-            (arrival.batch, arrival.given[0])
-            for arrival in self._arrivals
-            if arrival.batch.domain == domain and arrival.batch.holdout == holdout
-        ]
-
-    def replace(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use these parameters from now on, by name in memory, rounded to their stored dtype.
-
-        A tensor that already has this dtype is used unchanged. Any other must be finite after
-        rounding.
-        """
-        for name, value in tensors.items():
-            self._weights.put(name, value)
-
-    def replace_stored(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace parameters by name on disk, if each is stored as one tensor."""
-        self.replace({self._weights.names.in_memory(n): t for n, t in tensors.items()})
-
-    def release(self) -> None:
-        self._arrivals = ()
 
 
 class ModuleStop:

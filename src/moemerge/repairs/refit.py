@@ -140,7 +140,6 @@ def prepare(job: Job[RefitSettings]) -> None:
         if job.pairs:
             job.notices += gate_notices(merged, sources, job.pairs[0])
     job.notices += [*job.text.notices, *check_source_text(merged, job.sources, job.text, SAME)]
-    job.stream = replace(job.stream, gather=False, readers=job.ranks)
     if gradient:
         job.stream = replace(job.stream, offload="device")
         job.batch_tokens = min(job.batch_tokens, BATCH_TOKENS)

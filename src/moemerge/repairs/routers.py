@@ -438,16 +438,6 @@ def paired_stops(
         )
 
 
-class StoredRouters:
-    """The routers of one model."""
-
-    def __init__(self, model: OpenModel, routers: Sequence[RouterInfo]) -> None:
-        self._model = model
-
-    def weights(self, router: RouterInfo, experts: ExpertMap | None = None) -> RouterWeights:
-        return read_router(self._model, router, experts)
-
-
 class Router:
     """A router of the merged model before which all running models wait."""
 

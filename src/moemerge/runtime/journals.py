@@ -1,7 +1,7 @@
 """The store of JSON lines, and the paths of the files that unfinished work is stored in.
 
 `LineStore` holds completions, judgements and the measured cells of a study. Its counterpart for
-tensors is `moemerge.repairs.lockstep.journal`. Paths are defined here, apart from the jobs, so
+tensors is `moemerge.repairs.output`. Paths are defined here, apart from the jobs, so
 that the message about an interrupted run can name them without importing the job.
 """
 
