@@ -1,15 +1,9 @@
 """Tables show every number whole: in terminals of any width, in pipes, in poor encodings."""
 
-import builtins
-import errno
 import json
 import os
 import random
-import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import typer
@@ -18,18 +12,16 @@ from typer.testing import CliRunner
 import moemerge
 import processes
 import zoo
-from moemerge import cli
 from moemerge.api import list_methods, list_wrappers
 from moemerge.cli import console
 from moemerge.cli.app import app
-from moemerge.cli.console import interruptible, remaining_work, substitute
+from moemerge.cli.console import interruptible, remaining_work
 from moemerge.cli.render import NumberTable, merge_report
 from moemerge.cli.repair_tables import calibrate_report
 from moemerge.cli.routing_table import diagnosis_report
 from moemerge.config.schema import REPAIRS
 from moemerge.routing.figures import FIGURES
 from moemerge.runtime.formatting import Quantity
-from moemerge.runtime.journals import journal_path
 from terminal import printed, succeed
 
 # --- the parts ----------------------------------------------------------------------------------
@@ -194,26 +186,12 @@ def test_terminals_without_our_characters(report, config, tmp_path):
     result = run("run", config, out)
     assert result.returncode == 0, result.stderr
     assert (out / "config.json").exists()
-    words = result.stdout.split()
-    numbers = [number.replace("→", "->") for number in numbers_of(report)]
-    assert [number for number in numbers if number not in words] == []
-    assert "\\u2192" not in result.stderr
     content = json.loads(config.read_text())
     content["models"][0]["name"] = "größe→ü"
     del content["calibration"]
     (tmp_path / "named.yml").write_text(json.dumps(content))
     checked = run("validate", tmp_path / "named.yml", "--json", "-")
     assert "größe→ü" in json.loads(checked.stdout)["inputs"]
-
-
-def test_what_stands_in_for_a_character():
-    def plain(text, encoding):
-        error = UnicodeEncodeError(encoding, text, 0, len(text), "no such character")
-        return substitute(error)[0]
-
-    assert plain("→…█▌é日‖", "ascii") == "->...#-e?||"
-    with pytest.raises(UnicodeDecodeError):
-        substitute(UnicodeDecodeError("ascii", b"\xff", 0, 1, "not text"))
 
 
 # --- what there is to choose from -----------------------------------------------------------------
@@ -262,16 +240,6 @@ def test_a_log_gets_lines(monkeypatch, capsys):
     ]
 
 
-def test_the_time_left_does_not_count_the_start(monkeypatch, capsys):
-    times = iter([0.0, 0.0, 30.0, 40.0, 70.0])
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
-    run(1, 1, 3, total=8, unit="layers")  # 30 seconds to load, then 10 for each layer
-    assert capsys.readouterr().err.splitlines() == [
-        "reading: 1 of 8 layers",
-        "reading: 5 of 8 layers, 0:00:30 left",
-    ]
-
-
 def test_a_short_job_leaves_none(capsys):
     run(3, 1, total=8, unit="steps")
     assert capsys.readouterr().err == ""
@@ -298,21 +266,6 @@ def test_an_older_folder_is_nothing_that_is_left(tmp_path):
     out.mkdir()
     with pytest.raises(KeyboardInterrupt), interruptible(remaining_work(out)):
         raise KeyboardInterrupt
-
-
-def test_an_interrupted_import_is_not_tried_again(tmp_path, monkeypatch):
-    """What it had half imported would fail, and the user see a traceback."""
-    out = tmp_path / "out"
-    left = remaining_work(out)
-    journal_path(out).mkdir()
-
-    def refused(name, *_):
-        raise ModuleNotFoundError(name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(builtins, "__import__", refused)
-        told = left()
-    assert "the same command continues" in told
 
 
 def ended(reaction):
@@ -349,33 +302,3 @@ def test_errors_that_nobody_foresaw_are_one_sentence_and_a_log(tmp_path):
     )
     assert "Traceback" in log.read_text()
     assert log.stat().st_mode & 0o077 == 0  # it may name what is private
-
-
-def test_what_the_system_lacks_is_named():
-    """In the sentence of the last resort, where nothing nearer has said so."""
-    too_many = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    for error, what in ((too_many, "(ulimit -n)"), (MemoryError(), "the memory was not enough")):
-        sentence, code = cli._unforeseen(error)
-        assert what in sentence
-        assert code == 1
-        log = re.search(r"and (\S+) has details", sentence)
-        Path(log[1]).unlink()
-
-
-GONE = "error: the current folder was removed; change to another one\n"
-FULL = "error: stdout or a temporary file cannot be written: No space left on device\n"
-
-
-@pytest.mark.parametrize(
-    ("before", "code", "error"),
-    [("exec 1>&-", 0, ""), ("exec 2>&-", 0, ""), ("exec 0>&- 1>&- 2>&-", 0, ""),
-     ("exec 1>/dev/full", 3, FULL), ("exec 1>/dev/full 2>&1", 3, ""),
-     ("cd gone; rmdir ../gone", 3, GONE)],
-)  # fmt: skip
-def test_streams_that_are_closed_or_full_and_a_folder_that_is_gone(before, code, error, tmp_path):
-    (tmp_path / "gone").mkdir()
-    command = f"{before}; {sys.executable} -m moemerge ls methods"
-    done = subprocess.run(
-        ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (code, error)

@@ -1,48 +1,35 @@
-"""The Typer application: every module of this package that is neither a table nor a helper."""
+"""The Typer application and its commands, by the modules that declare them."""
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
+import sys
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from moemerge import cli
 from moemerge.cli import INTERRUPTED, NOTHING_LEFT
-from moemerge.cli.console import show_error
+from moemerge.cli.console import in_flags, show_error
 from moemerge.cli.flags import app as app
 from moemerge.cli.flags import without_types
-from moemerge.cli.wording import in_flags
 from moemerge.errors import ConfigError, MoeMergeError
 from moemerge.runtime import ranks
 
-# The order of commands in --help; others follow in alphabetical order.
-FIRST = (
-    "demo",
-    "merge",
-    "diagnose",
-    "repairs",
-    "evaluate",
-    "study",
-    "data",
-    "inspect",
-)
-# Commands that share the module of another one.
-SHARED = {
-    "validate": "merge",
-    "run": "merge",
-    "calibrate": "repairs",
-    "refit": "repairs",
-    "distill": "repairs",
-    "extract": "convert",
-    "extract-lora": "convert",
-    "swap-routers": "convert",
-    "ls": "inspect",
-    "schema": "inspect",
+# The commands of each module, in the order of --help.
+MODULES = {
+    "demo": "demo",
+    "merge": "merge validate run",
+    "diagnose": "diagnose",
+    "repairs": "calibrate refit distill prune",
+    "evaluate": "evaluate",
+    "study": "study",
+    "data": "data",
+    "inspect": "inspect ls schema",
+    "convert": "compose convert swap-routers extract extract-lora",
+    "statistics": "stats coefficients",
+    "tune": "tune",
 }
-HELPERS = ("app", "console", "flags", "paths", "render", "wording")
 
 
 class Verbs(TyperGroup):
@@ -57,20 +44,13 @@ class Verbs(TyperGroup):
             own = ranks.rank()
             return super().invoke(ctx)
         except MoeMergeError as error:
-            text = _worded(error)
-            spoken_of = own == 0 or isinstance(error, ranks.LostRankError)
-            show_error(text if spoken_of else f"rank {own}: {text}")
+            text = str(error) if isinstance(error, ConfigError) else in_flags(str(error))
+            speaks = own == 0 or isinstance(error, ranks.LostRankError)
+            show_error(text if speaks else f"rank {own}: {text}")
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             show_error(NOTHING_LEFT)
             raise typer.Exit(INTERRUPTED) from None
-
-
-def _worded(error: MoeMergeError) -> str:
-    """Return the message with flags; problems of a config already name its keys."""
-    if not isinstance(error, ConfigError):
-        return in_flags(str(error))
-    return error.message if error.hint is None else f"{error.message}\n  {in_flags(error.hint)}"
 
 
 def _version(ctx: typer.Context, value: bool) -> None:
@@ -115,13 +95,7 @@ def moemerge(
     """Merge Mixture-of-Experts models and repair what merging breaks."""
 
 
-def _add_verbs() -> None:
-    names = sorted(module.name for module in pkgutil.iter_modules(cli.__path__))
-    others = (n for n in names if n not in (*FIRST, *HELPERS) and not n.endswith("_table"))
-    verbs = (*FIRST, *others)
-    asked = SHARED.get(cli.asked, cli.asked.replace("-", "_"))
-    for name in [asked] if asked in verbs else verbs:
-        importlib.import_module(f"{cli.__name__}.{name}")
-
-
-_add_verbs()
+# Only the module of the requested command is imported, which keeps `ls` and `inspect` quick.
+_requested = [m for m, verbs in MODULES.items() if {*sys.argv[1:2]} & {*verbs.split()}]
+for _module in _requested or MODULES:
+    importlib.import_module(f"moemerge.cli.{_module}")

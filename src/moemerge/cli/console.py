@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
-import io
 import json
 import os
 import re
 import sys
 import threading
 import time
-import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,6 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     ProgressColumn,
-    Task,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -35,7 +31,6 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from moemerge.cli import INTERRUPTED
-from moemerge.cli.wording import in_flags
 from moemerge.errors import CheckpointError
 from moemerge.runtime.files import write_whole
 from moemerge.runtime.journals import journal_path, saved_path
@@ -44,17 +39,15 @@ from moemerge.version import __version__
 # Characters that move the cursor, change colours or reverse the text direction.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 UNLIMITED = 1_000_000  # characters per line if stdout is not a terminal
+STDOUT = "-"
 
 
 class _Plain(Console):
     """Escape control characters, which names from files may contain."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(_CONTROL.sub(_shown, text), **options)
-
-
-def _shown(match: re.Match[str]) -> str:
-    return match[0].encode("unicode_escape").decode()
+        safe = _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+        return super().render_str(safe, **options)
 
 
 class _Stdout(_Plain):
@@ -76,56 +69,40 @@ class _Stdout(_Plain):
             return
         with self.capture() as captured:
             super().print(*objects, **options)
-        text = "\n".join(line.rstrip() for line in captured.get().split("\n"))
-        try:
-            self.file.write(text)
-            self.file.flush()
-        except BrokenPipeError:
-            self.on_broken_pipe()
-
-    def on_broken_pipe(self) -> None:
-        """Exit quietly if the reader closes the pipe, as in `moemerge ls methods | head`."""
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0)
-
-
-class _Stderr(_Plain):
-    """Drop notes that cannot be written: a full stderr must not end a job."""
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        with suppress(OSError):
-            super().print(*objects, **options)
+        self.file.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
+        self.file.flush()
 
 
 # Without emoji: `:b:` in a path or a token would be replaced, even in JSON.
 out = _Stdout(highlight=False, emoji=False)
-err = _Stderr(stderr=True, highlight=False, emoji=False)
-
-# Replacements for characters that the terminal's encoding cannot represent.
-SUBSTITUTES = {
-    "→": "->", "…": "...", "–": "-", "−": "-", "‖": "||", "×": "x", "•": "*", "·": "|", "’": "'",
-    "≤": "<=", "≥": ">=", "½": "1/2", "Σ": "sum", "█": "#",
-    **dict.fromkeys("▋▊▉", "="), **dict.fromkeys("▏▎▍▌", "-"),
-}  # fmt: skip
-
-
-def substitute(error: UnicodeError) -> tuple[str, int]:
-    """Handle encoding errors: use a replacement, the letter without accents, or `?`."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    text = []
-    for character in error.object[error.start : error.end]:
-        letters = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
-        text.append(SUBSTITUTES.get(character) or letters or "?")
-    return "".join(text), error.end
+err = _Plain(stderr=True, highlight=False, emoji=False)
 
 
 def use_any_encoding() -> None:
-    """Make stdout and stderr accept any character, also in ASCII and cp1252."""
-    codecs.register_error("moemerge", substitute)
+    """Replace characters that the terminal's encoding does not have."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="moemerge")
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+_SETTING = re.compile(r"`([a-z][a-z_]*)=([^`]+)`")
+_SINGULAR = {"sources": "source", "weights": "weight", "tasks": "task"}
+
+
+def in_flags(text: str) -> str:
+    """Write settings in messages as flags: `offload="disk"` becomes --offload disk."""
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        words = f"--{_SINGULAR.get(name, name).replace('_', '-')}"
+        if value in ("True", "False"):
+            return words if value == "True" else words.replace("--", "--no-", 1)
+        if value.startswith("{"):
+            pairs = re.findall(r"(\w+)\"?: \"?([^,}\"]+)", value)
+            return " ".join(f"{words} {key}={one}" for key, one in pairs)
+        return f"{words} {value.strip(chr(34))}"
+
+    return _SETTING.sub(flag, text)
 
 
 def show_error(message: str) -> None:
@@ -143,9 +120,6 @@ def show_json(value: Any) -> None:
     out.print(text, markup=False, soft_wrap=True)
 
 
-STDOUT = "-"
-
-
 def deliver_json(value: Any, target: str) -> None:
     """Write a report to the target of `--json`: a file, or stdout for `-`."""
     if target == STDOUT:
@@ -154,11 +128,10 @@ def deliver_json(value: Any, target: str) -> None:
     # The first key marks the file as ours: `--overwrite` replaces no other.
     text = json.dumps({"moemerge": __version__, **value}, indent=2, ensure_ascii=False) + "\n"
     try:
-        path = Path(target)
-        if is_stream(path):
-            path.write_text(text, encoding="utf-8")
+        if is_stream(Path(target)):
+            Path(target).write_text(text, encoding="utf-8")
         else:
-            write_whole(path, text.encode("utf-8"))
+            write_whole(Path(target), text.encode("utf-8"))
     except OSError as error:
         raise CheckpointError(
             f"--json {target}: cannot be written: {error.strerror}",
@@ -169,9 +142,10 @@ def deliver_json(value: Any, target: str) -> None:
 def is_stream(path: Path) -> bool:
     """Return whether this is a pipe or a device, also if it is redirected to a file."""
     device = path.absolute().parent in (Path("/dev"), Path("/dev/fd"))
-    # With a name that is too long, `Path.exists` raises.
     return device or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
+
+# --- progress -------------------------------------------------------------------------------------
 
 # Seconds between two lines of progress if stderr is not a terminal.
 LOG_EVERY = 30.0
@@ -190,7 +164,13 @@ class Bar:
         if self._quiet:
             return
         if err.is_terminal:
-            self._bar = RichProgress(*_columns(unit), console=err, transient=True)
+            amount: list[ProgressColumn] = [MofNCompleteColumn(), TextColumn(unit)]
+            if unit == "B":
+                amount = [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+            status = TextColumn("{task.fields[status]}", markup=False)
+            columns = [BarColumn(), *amount, status, TimeRemainingColumn()]
+            what_column = TextColumn("{task.description}")
+            self._bar = RichProgress(what_column, *columns, console=err, transient=True)
         else:
             self._bar = _Log(unit)
         self._task = self._bar.add_task(what, total=total, status="")
@@ -262,23 +242,6 @@ class _Log:
         pass
 
 
-class _Rate(ProgressColumn):
-    """Show units per second once the rate is known."""
-
-    def render(self, task: Task) -> Text:
-        return Text("" if task.speed is None else f"{task.speed:.3g}/s")
-
-
-def _columns(unit: str) -> list[ProgressColumn]:
-    amount: list[ProgressColumn] = (
-        [DownloadColumn(binary_units=True), TransferSpeedColumn()]
-        if unit == "B"
-        else [MofNCompleteColumn(), TextColumn(unit), _Rate()]
-    )
-    status = TextColumn("{task.fields[status]}", markup=False)
-    return [TextColumn("{task.description}"), BarColumn(), *amount, status, TimeRemainingColumn()]
-
-
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Bar]:
     """Yield a progress bar and remove it at the end."""
@@ -289,42 +252,43 @@ def progress(*, quiet: bool) -> Iterator[Bar]:
         bar.finish()
 
 
-GOES_ON = "the same command continues with the finished work"
+# --- interrupts -----------------------------------------------------------------------------------
+
+CONTINUES = "the same command continues with the finished work"
 
 
 def waiting(path: Path) -> Callable[[], str | None]:
     """Return a callback for `interruptible`: the message if `path` exists and can be resumed."""
-    return lambda: GOES_ON if os.path.exists(path) else None
+    return lambda: CONTINUES if os.path.exists(path) else None
 
 
 def remaining_work(out_folder: Path) -> Callable[[], str | None]:
     """Return a function that describes, after an interrupt, how to continue."""
-    unfinished, before = (journal_path(out_folder), saved_path(out_folder)), _inode(out_folder)
+    unfinished = (journal_path(out_folder), saved_path(out_folder))
+
+    def inode() -> int | None:  # differs for a folder that has replaced another
+        try:
+            return out_folder.stat().st_ino
+        except OSError:
+            return None
+
+    before = inode()
 
     def remaining() -> str | None:
         if any(os.path.exists(folder) for folder in unfinished):
-            return GOES_ON
-        if _inode(out_folder) not in (None, before):
+            return CONTINUES
+        if inode() not in (None, before):
             return f"{out_folder} is complete; only figures, page or upload are missing"
         return None
 
     return remaining
 
 
-def _inode(folder: Path) -> int | None:
-    """Return a number that differs for a folder that has replaced another."""
-    try:
-        return folder.stat().st_ino
-    except OSError:  # it does not exist, or cannot: a name too long, a loop of links
-        return None
-
-
 @contextmanager
 def interruptible(what_is_left: Callable[[], str | None]) -> Iterator[None]:
     """On Ctrl-C, print what remains on disk and exit; re-raise if `what_is_left` returns None.
 
-    `what_is_left` must not import anything: an interrupted import leaves partial modules behind,
-    and importing them again fails.
+    `what_is_left` must not import anything: an interrupted import leaves partial modules behind.
     """
     try:
         yield

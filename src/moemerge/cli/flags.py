@@ -12,23 +12,22 @@ import copy
 import dataclasses
 import inspect
 import logging
+import types
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 from rich.markup import escape
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-from moemerge.cli.console import STDOUT, Bar, deliver_json, err, out, progress
+from moemerge.cli.console import STDOUT, Bar, deliver_json, err, in_flags, out, progress
 from moemerge.cli.paths import check_paths
-from moemerge.cli.wording import in_flags, speak_of
 from moemerge.config.faults import parse_settings
 from moemerge.config.fields import Strict
-from moemerge.config.settings import Setting, settings_of
 from moemerge.errors import UsageError
 from moemerge.runtime import ranks
 
@@ -198,10 +197,6 @@ class Verb(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return without_types(super().get_params(ctx))
 
-    def invoke(self, ctx: Any) -> Any:
-        speak_of(self.params)
-        return super().invoke(ctx)
-
 
 def without_types(parameters: list[Any]) -> list[Any]:
     """Switches take no value, so help should show none."""
@@ -233,9 +228,6 @@ def verb(
     return declare
 
 
-FlagValues = Mapping[str, Any]
-
-
 def with_flags(
     function: Callable[..., None], settings: Mapping[str, type[Strict]], alone: str | None
 ) -> Callable[..., None]:
@@ -243,30 +235,52 @@ def with_flags(
 
     `alone` is the name of a command that one process runs.
     """
-    # A plugin is loaded while flags are read, so no function asks for it.
     kind = inspect.Parameter.KEYWORD_ONLY
-    plugin = inspect.Parameter("plugin", kind, default=None, annotation=Plugins)
-    flags: dict[str, inspect.Parameter] = {}
-    build: dict[str, Callable[[FlagValues], Any]] = {}
-    signature = inspect.signature(function, eval_str=True).parameters.values()
-    declared = [parameter for parameter in signature if parameter.kind is not parameter.VAR_KEYWORD]
+    declared = [
+        parameter
+        for parameter in inspect.signature(function, eval_str=True).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
     declared += [inspect.Parameter(n, kind, annotation=form) for n, form in settings.items()]
+    flags: dict[str, inspect.Parameter] = {}
     for parameter in declared:
-        made, build[parameter.name] = _declare(parameter)
+        form, made = parameter.annotation, [parameter]
+        if _is_settings(form):
+            made = setting_flags(form)
+        elif dataclasses.is_dataclass(form):
+            made = list(inspect.signature(form, eval_str=True).parameters.values())  # type: ignore[arg-type]
+        elif (pairs := _pairs(form)) is not None:
+            texts: Any = list[str] | None if parameter.default is None else list[str]
+            made = [parameter.replace(annotation=Annotated[texts, pairs[1]])]
         for flag in made:
             # The first declaration counts: two settings classes may share a flag.
             flags.setdefault(flag.name, flag.replace(kind=kind))
-    flags["plugin"] = plugin
-    if sum(map(_is_option, flags.values())) <= FEW:
-        flags = _together(flags)
-
+    # A plugin is loaded while flags are read, so no function has this parameter.
+    flags["plugin"] = inspect.Parameter("plugin", kind, default=None, annotation=Plugins)
+    options = [part for f in flags.values() for part in get_args(f.annotation)[1:]]
+    if sum(isinstance(part, OptionInfo) for part in options) <= FEW:
+        flags = {name: _without_panel(flag) for name, flag in flags.items()}
     replaces = any(parameter.annotation == Out for parameter in declared)
 
     def command(**values: Any) -> None:
         if alone is not None:
             ranks.alone(alone)
         check_paths(values, replaces=replaces)
-        function(**{name: make(values) for name, make in build.items()})
+        arguments: dict[str, Any] = {}
+        for parameter in declared:
+            form, name = parameter.annotation, parameter.name
+            if _is_settings(form):
+                arguments[name] = _settings(form, values)
+            elif dataclasses.is_dataclass(form):
+                fields = dataclasses.fields(form)
+                arguments[name] = form(**{field.name: values[field.name] for field in fields})  # type: ignore[operator]
+            elif (pairs := _pairs(form)) is not None:
+                option = pairs[1].default
+                flag = f"--{name.replace('_', '-')}" if option is ... else option
+                arguments[name] = named(flag, values[name] or (), get_args(pairs[0])[1])
+            else:
+                arguments[name] = values[name]
+        function(**arguments)
 
     command.__doc__ = function.__doc__
     command.__name__ = function.__name__
@@ -275,79 +289,82 @@ def with_flags(
     return command
 
 
-def _is_option(flag: inspect.Parameter) -> bool:
-    return any(isinstance(part, OptionInfo) for part in get_args(flag.annotation))
+def _is_settings(form: Any) -> bool:
+    return inspect.isclass(form) and issubclass(form, Strict)
 
 
-def _together(flags: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
-    """Return the flags under one heading."""
-    result = {}
-    for name, flag in flags.items():
-        kind, *parts = get_args(flag.annotation)
-        parts = [copy.copy(part) for part in parts]  # commands share them
-        for part in parts:
-            part.rich_help_panel = None
-        result[name] = flag.replace(annotation=Annotated[kind, *parts])
-    return result
+def _pairs(form: Any) -> tuple[Any, Any] | None:
+    """Return the dict and the option of a parameter that takes NAME=VALUE; None for others."""
+    if get_origin(form) is not Annotated:
+        return None
+    kind, option = get_args(form)[:2]
+    found = [one for one in (kind, *get_args(kind)) if get_origin(one) is dict]
+    return (found[0], option) if found else None
 
 
-def _declare(
-    parameter: inspect.Parameter,
-) -> tuple[list[inspect.Parameter], Callable[[FlagValues], Any]]:
-    """Return a parameter's flags, and a function that makes its value from theirs."""
-    kind, name = parameter.annotation, parameter.name
-    if inspect.isclass(kind) and issubclass(kind, Strict):
-        return [_flag(setting) for setting in settings_of(kind)], lambda v: _settings(kind, v)
-    if inspect.isclass(kind) and dataclasses.is_dataclass(kind):
-        fields = list(inspect.signature(kind, eval_str=True).parameters.values())
-        return fields, lambda v: kind(**{field.name: v[field.name] for field in fields})
-    if get_origin(kind) is Annotated and (pairs := _pairs(get_args(kind)[0])) is not None:
-        option = get_args(kind)[1]
-        flag = f"--{name.replace('_', '-')}" if option.default is ... else option.default
-        form = get_args(pairs)[1]
-        optional = parameter.default is None
-        annotation: Any = Annotated[list[str] | None if optional else list[str], option]
-        texts = parameter.replace(annotation=annotation)
-        return [texts], lambda v: named(flag, v[name] or (), form)
-    return [parameter], lambda v: v[name]
+def _without_panel(flag: inspect.Parameter) -> inspect.Parameter:
+    """Return the flag under the one heading of a command with few flags."""
+    kind, *parts = get_args(flag.annotation)
+    parts = [copy.copy(part) for part in parts]  # commands share them
+    for part in parts:
+        part.rich_help_panel = None
+    return flag.replace(annotation=Annotated[kind, *parts])
 
 
-def _pairs(kind: Any) -> Any:
-    """The dict in a type that is one, or one or None; None for any other."""
-    forms = [form for form in (kind, *get_args(kind)) if get_origin(form) is dict]
-    return forms[0] if forms else None
+def setting_flags(model: type[Strict]) -> list[inspect.Parameter]:
+    """Return a flag for each field of a settings class, its own before those that jobs share.
+
+    The value None means that a flag was not given.
+    """
+    common = {name for base in model.__mro__ for name in getattr(base, "common", "").split()}
+    flags = []
+    for name in sorted(model.model_fields, key=lambda name: name not in model.__annotations__):
+        info = model.model_fields[name]
+        default = info.get_default(call_default_factory=True)
+        forms = _forms(info.annotation)
+        choices = [
+            str(word) for form in forms if get_origin(form) is Literal for word in get_args(form)
+        ]
+        plain = {get_origin(form) or form for form in forms}
+        numbers = bool(plain & {int, float})
+        words, more = f"--{name.replace('_', '-')}", dict[str, Any]()
+        kind: Any = next((one for one in (bool, int, float) if plain == {one}), str)
+        if kind is bool:
+            words += f"/--no-{words[2:]}" if default is not False else ""
+        elif kind is not str:
+            more["metavar"] = "N" if kind is int else "X"
+        elif numbers:
+            more["metavar"], more["parser"] = "|".join(["X", *choices]), _number_or_word
+        elif choices and not plain & {dict}:
+            more["metavar"] = "WORD"
+        else:
+            more["metavar"] = "FILE" if Path in plain else name.rpartition("_")[2].upper()
+        if choices:
+            more["autocompletion"] = choices.copy  # a function that returns them
+        help_text = _help(info.description or "", choices, default, numbers=numbers)
+        panel = None if name in common else ADVANCED
+        option = typer.Option(
+            words, help=help_text, show_default=False, rich_help_panel=panel, **more
+        )
+        form: Any = list[kind] if tuple in plain else kind
+        annotation: Any = Annotated[form | None, option]
+        flags.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+            )
+        )
+    return flags
 
 
-def _flag(setting: Setting) -> inspect.Parameter:
-    """The flag of a settings' field; None means that it was not given."""
-    kinds, many = setting.kinds, tuple in setting.kinds
-    words = f"--{setting.name.replace('_', '-')}"
-    kind: Any = next((k for k in (bool, int, float) if kinds == {k}), str)
-    more: dict[str, Any] = {}
-    if kind is bool:
-        words += f"/--no-{words[2:]}" if setting.default is not False else ""
-    elif kind is not str:
-        more["metavar"] = "N" if kind is int else "X"
-    else:
-        words_only, last = setting.choices, setting.name.rpartition("_")[2]
-        more["metavar"] = "WORD" if words_only else "FILE" if Path in kinds else last.upper()
-        if _has_numbers(setting):
-            more["metavar"] = "|".join(["X", *setting.choices])
-            more["parser"] = _number_or_word
-    if setting.choices:
-        more["autocompletion"] = lambda: list(setting.choices)
-    panel = None if setting.common else ADVANCED
-    option = typer.Option(
-        words, help=_help(setting), show_default=False, rich_help_panel=panel, **more
-    )
-    annotation: Any = Annotated[(list[kind] if many else kind) | None, option]
-    return inspect.Parameter(
-        setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
-
-
-def _has_numbers(setting: Setting) -> bool:
-    return bool(setting.kinds & {int, float})
+def _forms(annotation: Any) -> list[Any]:
+    """Return the alternatives of a type, without None and `Annotated`."""
+    if annotation is type(None):
+        return []
+    if get_origin(annotation) is Annotated:
+        return _forms(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [form for part in get_args(annotation) for form in _forms(part)]
+    return [annotation]
 
 
 def _number_or_word(text: str) -> int | float | str:
@@ -359,24 +376,24 @@ def _number_or_word(text: str) -> int | float | str:
     return text
 
 
-def _help(setting: Setting) -> str:
+def _help(text: str, choices: list[str], default: Any, *, numbers: bool) -> str:
     """`Router the solver starts from: merged, average or zero (default: merged).`"""
-    words = setting.help[:1].upper() + setting.help[1:]
-    if setting.choices and not all(choice in words for choice in setting.choices):
-        *first, last = (*setting.choices, *(["a number"] if _has_numbers(setting) else []))
+    words = text[:1].upper() + text[1:]
+    if choices and not all(choice in words for choice in choices):
+        *first, last = (*choices, *(["a number"] if numbers else []))
         words += f": {', '.join(first)} or {last}"
     # The description explains a default of None.
-    default = "on" if setting.default is True else setting.default
-    unsaid = default is None or default is False or default in ("", (), {})
-    shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
-    if unsaid:
+    if default is None or default is False or default in ("", (), {}):
         return f"{words}."
+    shown = "on" if default is True else default
+    if isinstance(default, tuple):
+        shown = ", ".join(map(str, default))
     if f"({shown}: " in words:  # the description explains the default
         return words.replace(f"({shown}: ", f"(default: {shown}, ") + "."
     return f"{words} (default: {shown})."
 
 
-def _settings(model: type[Strict], values: FlagValues) -> Strict:
+def _settings(model: type[Strict], values: Mapping[str, Any]) -> Strict:
     given = {n: values[n] for n in model.model_fields if values[n] not in (None, ())}
     return parse_settings(model, given, "command line", lambda name: f"--{name.replace('_', '-')}")
 

@@ -21,7 +21,6 @@ _FILES: Final = {
     "json": "--json",
 }
 _FOLDERS: Final = ("out_folder", "out")
-_CONFIGS: Final = ("config", "file")  # parameters whose YAML file names further inputs
 _YAML: Final = (".yml", ".yaml")
 _OF_A_MODEL: Final = ("config.json", "adapter_config.json", "model.safetensors")
 
@@ -35,70 +34,51 @@ def check_paths(values: Mapping[str, Any], *, replaces: bool) -> None:
     """
     if not ranks.leads():
         return
+    outputs: dict[str, Path] = {}
     for name, what in _FILES.items():
-        _refuse_named_pipe(values.get(name), what)
-    outputs = {what: Path(values[name]) for name, what in _FILES.items() if _is_file(values, name)}
+        value = values.get(name)
+        if isinstance(value, str | Path) and str(value) != STDOUT and not is_stream(Path(value)):
+            outputs[what] = Path(value)
     folder = next((Path(values[name]) for name in _FOLDERS if values.get(name)), None)
     if not outputs and (folder is None or (replaces and not os.path.exists(folder))):
         return
     own = {*_FILES, *_FOLDERS}
-    inputs = [path for name in values if name not in own for path in _inputs(name, values[name])]
+    inputs = [path for name in values if name not in own for path in _inputs(values[name])]
     places: dict[str, str] = {}
     if folder is not None and not replaces:
         check_apart(folder, inputs)
         places[os.path.realpath(folder / "results.json")] = "the results"
+    inside = None if folder is None or not replaces else os.path.realpath(folder)
     for what, path in outputs.items():
         check_apart(path, inputs, what)
         place = os.path.realpath(path)
         if place in places:
             raise UsageError(f"{places[place]} and {what} are both {path}", hint="name two files")
         places[place] = what
-        if replaces and folder is not None and Path(place).is_relative_to(os.path.realpath(folder)):
+        if inside is not None and Path(place).is_relative_to(inside):
             raise UsageError(
                 f"{what} {path} is inside the output {folder}", hint="name a file outside of it"
             )
-    if replaces and folder is not None:
-        _check_outside(folder, inputs)
+    for path in inputs if inside is not None else ():  # models are compared by the job
+        if os.path.isfile(path) and Path(os.path.realpath(path)).is_relative_to(str(inside)):
+            raise UsageError(
+                f"the input {path} is inside the output {folder}, which replaces all its files",
+                hint="copy it elsewhere, or choose another output",
+            )
     if "--json" in outputs:
         overwrite = bool(values.get("overwrite"))
         check_output_file(outputs["--json"], FileKind.REPORT, overwrite=overwrite, what="--json")
 
 
-def _refuse_named_pipe(value: object, what: str) -> None:
-    """Refuse a named pipe: without a reader, the finished job would wait forever."""
-    path = Path(value) if isinstance(value, str | Path) else Path()
-    opened = path.absolute().parent in (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
-    # With a name that is too long, `Path.is_fifo` raises.
-    if not opened and os.path.exists(path) and path.is_fifo():
-        raise UsageError(f"{what} {path} is a named pipe", hint="name a file")
-
-
-def _is_file(values: Mapping[str, Any], name: str) -> bool:
-    value = values.get(name)
-    return isinstance(value, str | Path) and str(value) != STDOUT and not is_stream(Path(value))
-
-
-def _check_outside(folder: Path, inputs: list[Path]) -> None:
-    """Refuse an output folder with an input file in it. Models are compared by the job."""
-    for path in inputs:
-        place = Path(os.path.realpath(path))
-        if os.path.isfile(path) and place.is_relative_to(os.path.realpath(folder)):
-            raise UsageError(
-                f"the input {path} is inside the output {folder}, which replaces all its files",
-                hint="copy it elsewhere, or choose another output",
-            )
-
-
-def _inputs(name: str, value: Any) -> Iterator[Path]:
+def _inputs(value: Any) -> Iterator[Path]:
     """Yield the files and model folders that a parameter names, also within a config."""
     for text in _texts(value):
         for path in {Path(text), Path(text.partition("=")[2] or text)}:
             if not _is_input(path):
                 continue
             yield path
-            if os.path.isfile(path) and (name in _CONFIGS or path.suffix in _YAML):
-                documents = read_documents(path)
-                for inner in _texts([document.data for document in documents]):
+            if os.path.isfile(path) and path.suffix in _YAML:
+                for inner in _texts([document.data for document in read_documents(path)]):
                     # Paths of a study start from its file.
                     yield from filter(_is_input, {Path(inner), path.parent / inner})
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from moemerge.cli.console import in_flags
 from moemerge.cli.render import NumberTable, facts, requantised
-from moemerge.cli.wording import in_flags
 from moemerge.config.settings import AUTO_HOLDOUT_ROWS
 from moemerge.runtime.formatting import Quantity, percent, with_error
 from moemerge.runtime.progress import counted

@@ -7,9 +7,7 @@ from the fields: a field's description is the help of its flag.
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import (
     Annotated,
@@ -17,13 +15,9 @@ from typing import (
     Final,
     Literal,
     TypeVar,
-    Union,
-    get_args,
-    get_origin,
 )
 
 from pydantic import BeforeValidator, Field
-from pydantic.fields import FieldInfo
 
 from moemerge.config.faults import FaultsError, parse_settings
 from moemerge.config.fields import (
@@ -162,53 +156,6 @@ class OutputSettings(Strict):
     )
     report: Path | None = Field(None, description="write an HTML page of the routing there")
     push_to_hub: Name | None = PUSH_TO_HUB
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A field of a settings class, as a command line needs it."""
-
-    name: str
-    help: str
-    default: Any
-    kinds: frozenset[type]  # what its value may be: bool, int, float, str, Path, tuple or dict
-    choices: tuple[str, ...] = ()  # the only values allowed, if there are any
-    common: bool = False  # whether `--help` lists it first
-
-    @classmethod
-    def of(cls, name: str, info: FieldInfo, *, common: bool = False) -> Setting:
-        kinds: set[type] = set()
-        choices: list[str] = []
-        for form in _forms(info.annotation):
-            if get_origin(form) is Literal:
-                choices += map(str, get_args(form))
-                kinds.add(str)
-            else:
-                plain = get_origin(form) or form
-                kinds.add(plain if plain in (bool, int, float, Path, tuple, dict) else str)
-        default = info.get_default(call_default_factory=True)
-        return cls(name, info.description or "", default, frozenset(kinds), tuple(choices), common)
-
-
-def _forms(annotation: Any) -> list[Any]:
-    """Return the alternatives of a type, without None and `Annotated`."""
-    if annotation is type(None):
-        return []
-    if get_origin(annotation) is Annotated:
-        return _forms(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [form for part in get_args(annotation) for form in _forms(part)]
-    return [annotation]
-
-
-def settings_of(model: type[Strict]) -> tuple[Setting, ...]:
-    """Return the fields of a settings class, its own before those that jobs share."""
-    own = model.__annotations__
-    names = sorted(model.model_fields, key=lambda name: name not in own)
-    common = {name for base in model.__mro__ for name in getattr(base, "common", "").split()}
-    return tuple(
-        Setting.of(name, model.model_fields[name], common=name in common) for name in names
-    )
 
 
 def with_keywords(*models: type[Strict]) -> Callable[[F], F]:

@@ -66,7 +66,7 @@ class Document:
             if self.lenient is False and count:
                 these = "this" if count == 1 else "these"
                 which = these if count == len(wrong) else f"{count} of these"
-                hint = f"mergekit ignores {which}: --lenient (`lenient=True`) warns instead"
+                hint = f"mergekit ignores {which}: --lenient warns instead"
             raise ConfigError.from_problems(self.where, [self._text(f) for f in wrong], hint=hint)
         return tuple(f"{self._text(fault)} (ignored)" for fault in ordered)
 

@@ -1,23 +1,25 @@
-"""`moemerge stats`."""
+"""`moemerge stats` and `moemerge coefficients`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.text import Text
 
 from moemerge import api
 from moemerge.checkpoint import format_size
-from moemerge.cli.flags import ModelArgument, Reporting, verb
-from moemerge.config.job_settings import CollectingSettings
+from moemerge.cli.flags import Config, ModelArgument, Reporting, verb
+from moemerge.cli.render import NumberTable
+from moemerge.config.job_settings import CoefficientMethod, CoefficientSettings, CollectingSettings
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
+    from moemerge.statistics.coefficients.run import CoefficientsReport
     from moemerge.statistics.collecting.run import CollectReport
 
-EXAMPLES = """
+STATS_EXAMPLES = """
   moemerge stats org/math math.stats --data math.jsonl
   moemerge stats org/code code.fisher --data code.jsonl --kind fisher
   moemerge stats ./model a.stats --data a.jsonl --data b.jsonl --json a.json
@@ -25,7 +27,7 @@ EXAMPLES = """
 SHOWN = 5  # unvisited experts listed without --verbose
 
 
-@verb(EXAMPLES, several=True)
+@verb(STATS_EXAMPLES, several=True)
 def stats(
     model: ModelArgument,
     out_file: Annotated[
@@ -72,3 +74,57 @@ def _summary(report: CollectReport, *, verbose: bool) -> Text:
         if not verbose and len(missed) > SHOWN:
             lines.append(f"  and {len(missed) - SHOWN} more (-v names them)")
     return Text("\n".join(lines))
+
+
+COEFFICIENT_EXAMPLES = """
+  moemerge coefficients acm ties.yml acm.yml \\
+      --data math=math.jsonl --data code=code.jsonl
+  moemerge coefficients sens ties.yml sens.yml --temperature 0.05 --limit 4 \\
+      --data math=math.jsonl --data code=code.jsonl
+"""
+
+
+@verb(COEFFICIENT_EXAMPLES)
+def coefficients(
+    method: Annotated[
+        CoefficientMethod,
+        typer.Argument(metavar="METHOD", help=f"{', '.join(get_args(CoefficientMethod))}."),
+    ],
+    config: Config,
+    out_file: Annotated[
+        Path, typer.Argument(metavar="OUT.yml", help="File to write; appears whole or not.")
+    ],
+    settings: CoefficientSettings,
+    reporting: Reporting,
+    data: Annotated[
+        dict[str, list[str]] | None,
+        typer.Option(
+            "--data",
+            metavar="NAME=FILE",
+            help="Text of that model (default: the config's `data`). Repeat it.",
+        ),
+    ] = None,
+) -> None:
+    """Compute merge coefficients per model and layer from each model's text.
+
+    A config with `coefficients: OUT.yml` multiplies its weights by them.
+    """
+    with reporting.progress() as bar:
+        report = api.find_coefficients(
+            method,
+            config,
+            out_file,
+            data=data,
+            settings=settings,
+            overwrite=reporting.overwrite,
+            progress=bar,
+        )
+    reporting.show(report.to_json(), _coefficient_table(report), notices=report.notices)
+
+
+def _coefficient_table(report: CoefficientsReport) -> NumberTable:
+    names = list(report.coefficients)
+    table = NumberTable(("place", *names), title=f"{report.method}: {report.output}")
+    for place in report.coefficients[names[0]]:
+        table.add(place, *(f"{report.coefficients[name][place]:.4f}" for name in names))
+    return table
