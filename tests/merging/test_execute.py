@@ -25,7 +25,7 @@ from moemerge.errors import (
 )
 from moemerge.merging import METHODS
 from moemerge.merging import plan as plan_module
-from moemerge.merging.execute import ExecutionSettings, MemoryBudget, execute
+from moemerge.merging.execute import MemoryBudget, execute
 from moemerge.merging.run import plan_merge
 from moemerge.runtime.progress import Silent
 from repairs.calibration.cases import weights
@@ -45,7 +45,7 @@ def config(method, models, **parameters):
 def run(settings, out, **execution):
     plan = plan_merge(api.load_config(settings), MergeSettings()).plan
     with CheckpointWriter(out, plan.tensors, shard_bytes=10**9, overwrite=False) as writer:
-        execute(plan, writer, ExecutionSettings(CPU, **execution), Silent())
+        execute(plan, writer, Silent(), device=CPU, **execution)
         writer.add_bytes("config.json", b"{}")
         writer.commit()
 
@@ -176,7 +176,7 @@ def test_a_model_that_is_cut_short_while_it_is_merged_is_named(models, tmp_path)
         CheckpointWriter(out, plan.tensors, shard_bytes=10**9, overwrite=False) as writer,
         pytest.raises(CheckpointError, match="the file was cut short after it was opened"),
     ):
-        execute(plan, writer, ExecutionSettings(CPU), Silent())
+        execute(plan, writer, Silent(), device=CPU)
     assert not list(tmp_path.glob("*out*"))
 
 

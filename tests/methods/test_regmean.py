@@ -119,19 +119,6 @@ def test_an_expert_one_model_visits_is_mostly_that_models(merge):
     torch.testing.assert_close(none, weights[0], rtol=1e-4, atol=1e-5)
 
 
-def test_the_pull_fades_out_continuously(merge):
-    weights = weights_of(2, 4, 6)
-    many = statistics(inputs_of(500, 6, 1), 1000)
-    x = inputs_of(16, 6, 2)
-    results = [
-        merge("regmean", weights, statistics=[many, s], role=Role.EXPERT, min_tokens=m)
-        for s, m in ((statistics(x, 1000), 16), (statistics(x, 1000), 0))
-    ]
-    assert torch.equal(*results)
-    near = merge("regmean", weights, statistics=[many, statistics(x, 1000)], min_tokens=17)
-    torch.testing.assert_close(near, results[0], rtol=0.02, atol=0.02)
-
-
 def test_jitter_is_used_where_inputs_span_too_little_and_said(merge):
     """Fewer tokens than features, factor 1: directions nobody saw are averaged."""
     said = []

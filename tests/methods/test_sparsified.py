@@ -149,13 +149,6 @@ def test_impossible_probabilities_are_refused(merge, density, epsilon):
         merge("della", [[1.0]], base=[0.0], params=p)
 
 
-def test_each_model_has_its_own_mask(merge):
-    ones, zeros = torch.ones(100, 100), torch.zeros(100, 100)
-    p = [{"weight": w, "density": 0.5, "epsilon": 0.0} for w in (1.0, 10.0)]
-    out = merge("della_linear", [ones, ones], base=zeros, params=p, rescale=False)
-    assert abs((out == 11).double().mean() - 0.25) < 0.03
-
-
 THETA = [1.0, -2.0, 3.0, -4.0, 5.0, -6.0, 7.0, -8.0, 9.0, -10.0]
 ZERO = [0.0] * 10
 
@@ -179,11 +172,6 @@ def kept(merge, density, gamma, theta=THETA):
 )
 def test_which_elements_are_kept(merge, density, gamma, expected):
     assert kept(merge, density, gamma) == expected
-
-
-def test_small_tensors_survive(merge):
-    assert kept(merge, 0.9, 0.01, [1.0, 2.0, 3.0]) == [2, 3]
-    assert kept(merge, 0.9, 0.01, [1.0]) == [1]
 
 
 def test_ties_go_to_the_lower_index_at_both_cuts(merge):

@@ -2,13 +2,11 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from moemerge.methods._sparsify import (
     TaskVector,
-    _finalise,
     draw,
     keep_largest,
     keep_threshold,
@@ -99,40 +97,11 @@ def test_neighbouring_indexes_and_streams_are_independent():
     assert abs(chi2 - (cells**2 - 1)) < 5 * math.sqrt(2 * cells**2)
 
 
-def test_each_bit_of_the_index_matters():
-    a = draws(3, 0, 1 << 16)
-    for bit in range(16):
-        i = torch.arange(1 << 16)
-        flips = a ^ a[i ^ (1 << bit)]
-        ones = sum(((flips >> k) & 1).double().mean() for k in range(16))
-        assert abs(ones - 8) < 0.4
-
-
 @pytest.mark.parametrize("p", [0.0, 0.001, 0.4, 0.999, 1.0])
 def test_keep_probability(p):
     values = keep_randomly(torch.ones(N), p, 5)
     assert abs(values.mean() - p) <= 5 * math.sqrt(p * (1 - p) / N)
     assert set(values.unique().tolist()) <= {0.0, 1.0}
-
-
-def test_the_hash_is_that_of_unsigned_arithmetic():
-    """lowbias32 with a key added after the first round, in numpy's unsigned integers."""
-    words = torch.randint(-(2**31), 2**31, (10_001,), dtype=torch.int32)
-    h = words.numpy().view(np.uint32).copy()
-    h = (h ^ (h >> 16)) * np.uint32(0x7FEB352D) + np.uint32(0xDEADBEEF)
-    h = (h ^ (h >> 15)) * np.uint32(0x846CA68B)
-    h ^= h >> 16
-    _finalise(words, 0xDEADBEEF)
-    assert torch.equal(words, torch.from_numpy(h.view(np.int32)))
-
-
-def test_kept_values_are_untouched_in_both_precisions():
-    for dtype in (torch.float32, torch.float64):
-        values = torch.randn(10_001, dtype=dtype)
-        masked = keep_randomly(values, 0.5, 11)
-        kept = masked != 0
-        assert torch.equal(masked[kept], values[kept])
-        assert 4_700 < kept.sum() < 5_300
 
 
 def by_sorting(values, k):

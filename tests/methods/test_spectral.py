@@ -142,12 +142,6 @@ def test_rounding_to_the_stored_dtype_is_no_change(merge, name):
     assert not torch.equal(merge(name, [small], base=base), base)
 
 
-@pytest.mark.parametrize("name", SPECTRAL)
-def test_one_model_alone_is_taken_as_it_is(merge, name):
-    base, tau = normal(6, 9), normal(6, 9, seed=1)
-    torch.testing.assert_close(merge(name, [base + tau], base=base), base + tau)
-
-
 def test_a_low_rank_update_is_not_filled_up_with_noise(merge):
     base = torch.zeros(16, 16)
     updates = [normal(16, 2, seed=i).float() @ normal(2, 16, seed=10 + i).float() for i in range(2)]

@@ -8,6 +8,7 @@ does not depend on the order or on the number of workers.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,8 @@ from typing import TYPE_CHECKING
 
 from moemerge.checkpoint.requantise import QuantisingWriter
 from moemerge.checkpoint.tensors import RowRange
-from moemerge.errors import CheckpointError, ResourceError
+from moemerge.errors import CheckpointError, NumericalError, ResourceError
 from moemerge.merging.coefficients import neuron_shares
-from moemerge.merging.finite import FiniteCheck
 from moemerge.merging.kept import ModelKeeper
 from moemerge.merging.plan import (
     LargeUnit,
@@ -30,7 +30,7 @@ from moemerge.merging.plan import (
     UnitMerge,
     in_rows,
 )
-from moemerge.merging.report import Remarks
+from moemerge.merging.report import Findings
 from moemerge.merging.statistics import read_statistics
 from moemerge.methods._tensors import rows_and_columns
 from moemerge.methods.method import Blocks, StoppedError, UnitInfo
@@ -51,27 +51,6 @@ MOST_WORKERS = 8
 FEWEST_WORKERS = 2  # one may wait for the disk
 READ_AHEAD = 2  # prefetched blocks per worker
 POLL_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class ExecutionSettings:
-    """How a plan is run. No setting changes the result."""
-
-    device: torch.device
-    memory_budget: int = DEFAULT_MEMORY_BUDGET
-    workers: int | None = None
-    allow_nonfinite: bool = False
-
-
-@dataclass(frozen=True)
-class MergeOutcome:
-    """Findings of a finished run for the report."""
-
-    remarks: Remarks
-    finite: FiniteCheck
-
-    def notices(self) -> tuple[str, ...]:
-        return (*self.remarks.notices(), *self.finite.notices())
 
 
 class MemoryBudget:
@@ -98,30 +77,42 @@ class MemoryBudget:
 def execute(
     plan: MergePlan,
     writer: QuantisingWriter,
-    settings: ExecutionSettings,
     progress: Progress,
+    *,
+    device: torch.device,
+    memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    workers: int | None = None,
+    allow_nonfinite: bool = False,
     keeper: ModelKeeper | None = None,
-) -> MergeOutcome:
-    """Compute and write every block of `plan`. Raises the first error; the caller aborts."""
+) -> Findings:
+    """Compute and write every block of `plan`. Raises the first error; the caller aborts.
+
+    Neither device nor memory nor workers change the result (but for a GPU's rounding).
+    """
     reuse_freed_memory()
-    prepare_for_threads(settings.device)
-    runner = _Runner(plan, writer, settings, progress, keeper)
-    workers = settings.workers or min(max(cpu_count(), FEWEST_WORKERS), MOST_WORKERS)
+    prepare_for_threads(device)
+    runner = _Runner(plan, writer, progress, device, memory_budget, allow_nonfinite, keeper)
+    workers = workers or min(max(cpu_count(), FEWEST_WORKERS), MOST_WORKERS)
     progress.start("merging", sum(t.nbytes for t in plan.tensors), unit="B")
     # In the output's order, so that its parts are soon complete; but very large blocks first, so
     # that the last worker is not left with an embedding.
     usual = statistics.median_high(block.working_bytes for block in plan.blocks)
     order = sorted(plan.blocks, key=lambda block: block.working_bytes <= 4 * usual)
     later = [*order[READ_AHEAD * workers :], *[None] * (READ_AHEAD * workers)]
-    with _share_cores(workers), ThreadPoolExecutor(workers, "moemerge-merge") as pool:
-        try:  # Ctrl-C may also arrive while blocks are being submitted
-            _wait([pool.submit(runner.run, *pair) for pair in zip(order, later, strict=False)])
-        except BaseException:
-            runner.stopped.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, cpu_count() // workers))
+    try:
+        with ThreadPoolExecutor(workers, "moemerge-merge") as pool:
+            try:  # Ctrl-C may also arrive while blocks are being submitted
+                _wait([pool.submit(runner.run, *pair) for pair in zip(order, later, strict=False)])
+            except BaseException:
+                runner.stopped.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+    finally:
+        torch.set_num_threads(before)
     progress.finish()
-    return MergeOutcome(runner.remarks, runner.finite)
+    return runner.findings
 
 
 def _wait(futures: Sequence[Future[None]]) -> None:
@@ -133,65 +124,54 @@ def _wait(futures: Sequence[Future[None]]) -> None:
             future.result()
 
 
-@contextmanager
-def _share_cores(workers: int) -> Iterator[None]:
-    """Divide the cores among the workers while blocks run in parallel."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, cpu_count() // workers))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @dataclass
 class _Runner:
     plan: MergePlan
     writer: QuantisingWriter
-    settings: ExecutionSettings
     progress: Progress
+    device: torch.device
+    memory: int
+    allow_nonfinite: bool
     keeper: ModelKeeper | None
 
     def __post_init__(self) -> None:
-        self.budget = MemoryBudget(self.settings.memory_budget)
-        self.stream = OwnStream(self.settings.device)
+        self.budget = MemoryBudget(self.memory)
+        self.stream = OwnStream(self.device)
         self.stopped = threading.Event()
-        self.remarks = Remarks()
+        self.findings = Findings()
         # Quantised tensors are rounded once, from float32.
         self.dtypes = {
             t.name: torch.float32 if t.name in self.plan.quantised else t.dtype.torch
             for t in self.plan.tensors
         }
-        self.finite = FiniteCheck(self.plan, allow=self.settings.allow_nonfinite)
 
     def run(self, block: MergeBlock, soon: MergeBlock | None = None) -> None:
         """Merge or copy one block, and prefetch `soon`, a later one."""
         if self.stopped.is_set():
             raise StoppedError
-        if soon is not None:
-            self._prefetch(soon)
-        with (
-            torch.inference_mode(),
-            self.budget.hold(block.working_bytes),
-            self.stream.entered(),
-        ):
+        for source in (s for merge in (soon.merges if soon else ()) for s in merge.reads):
+            self.plan.models[source.model].checkpoint.prefetch(source.tensor, source.slot.rows)
+        with torch.inference_mode(), self.budget.hold(block.working_bytes), self.stream.entered():
             try:
                 result = self._merge(block) if block.merges else self._copy(block)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 raise ResourceError(
-                    f"{self.settings.device} has too little free memory to merge {block.tensor}",
+                    f"{self.device} has too little free memory to merge {block.tensor}",
                     hint='use `device="cpu"`, or free memory on the device',
                 ) from error
-            self.finite.merged(result, block)
+            if not is_finite(result):
+                if not self.allow_nonfinite:
+                    raise NumericalError(
+                        f"the merged tensor {block.tensor} holds values that {result.dtype} cannot",
+                        hint="choose a wider dtype or out_dtype (bfloat16, float32), or smaller "
+                        "weights",
+                    )
+                self.findings.note_nonfinite("the merged model", block.tensor)
             row = 0 if block.rows is None else block.rows[0]
             self.writer.write(block.tensor, result, row=row)
         self.progress.advance(result.numel() * self.plan.dtypes[block.tensor].itemsize)
-
-    def _prefetch(self, block: MergeBlock) -> None:
-        for source in (s for merge in block.merges for s in merge.reads):
-            self.plan.models[source.model].checkpoint.prefetch(source.tensor, source.slot.rows)
 
     def _merge(self, block: MergeBlock) -> Tensor:
         out_dtype = self.dtypes[block.tensor]
@@ -246,7 +226,7 @@ class _Runner:
 
     def _unit(self, merge: UnitMerge) -> UnitInfo:
         key, models = merge.unit.key, tuple(source.model for source in merge.inputs)
-        remark = functools.partial(self.remarks.add, key)
+        remark = functools.partial(self.findings.remark, key)
         return UnitInfo(key, merge.unit.role, self.plan.seed, models, self.stopped.is_set, remark)
 
     def _apply(self, merge: UnitMerge, unit: UnitInfo, stored: Sequence[Tensor]) -> Tensor:
@@ -281,7 +261,7 @@ class _Runner:
         if self.plan.input_dtype is not None:
             tensor = tensor.to(self.plan.input_dtype.torch)
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        return tensor.to(self.settings.device).to(wide)  # transfer the narrow dtype
+        return tensor.to(self.device).to(wide)  # transfer the narrow dtype
 
     def _copy(self, block: MergeBlock) -> Tensor:
         assert block.copy is not None
@@ -296,9 +276,26 @@ class _Runner:
         return first.to(self.dtypes[block.tensor])
 
     def _read(self, model: str, name: str, rows: RowRange | None) -> Tensor:
-        tensor = self.plan.models[model].checkpoint.read(name, rows)
-        self.finite.read(tensor, model, name)
+        opened = self.plan.models[model]
+        tensor = opened.checkpoint.read(name, rows)
+        if not is_finite(tensor):
+            if not self.allow_nonfinite:
+                bad = int((~tensor.isfinite()).sum())
+                raise NumericalError(
+                    f"{opened.label}: tensor {name} holds {bad} non-finite values "
+                    f"(NaN or infinity) among {tensor.numel()}",
+                    hint="repair that model, or merge anyway with `allow_nonfinite=True`",
+                )
+            self.findings.note_nonfinite(opened.label, name)
         return tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether there is no NaN or infinity. Integers are finite."""
+    if not tensor.is_floating_point():
+        return True
+    # One pass at memory speed: a finite sum has only finite terms.
+    return math.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 
 def _scaled(tensor: Tensor, base: Tensor, scale: float | NeuronScale) -> Tensor:

@@ -129,9 +129,9 @@ def account_for_inputs(
     )
 
 
-# --- remarks of methods on single units -----------------------------------------------------------
+# --- what a run finds -----------------------------------------------------------------------------
 
-UNITS_NAMED = 3  # in one notice; the report names all
+NAMED = 3  # units or tensors in one notice; the report names all units
 _SENTENCES = {
     Remark.FEW_TOKENS: "drawn towards the average, as a model sent few tokens or none",
     Remark.NEAR_BASE: "drawn towards the base, as a model sent few tokens or none",
@@ -141,33 +141,37 @@ _SENTENCES = {
 }
 
 
-class Remarks:
-    """Remarks of methods on single units. Threads add them in any order; output is sorted."""
+class Findings:
+    """Remarks of methods on single units, and tensors that are not finite. Thread-safe."""
 
     def __init__(self) -> None:
-        self._units: dict[Remark, dict[str, Facts]] = defaultdict(dict)
+        self.units: dict[Remark, dict[str, Facts]] = defaultdict(dict)
+        self.nonfinite: dict[str, set[str]] = defaultdict(set)  # model -> tensors
         self._lock = threading.Lock()
 
-    def add(self, unit: str, remark: Remark, facts: Facts) -> None:
+    def remark(self, unit: str, remark: Remark, facts: Facts) -> None:
         with self._lock:
-            self._units[remark][unit] = facts
+            self.units[remark][unit] = facts
 
-    def entries(self) -> list[tuple[str, Remark, Facts]]:
-        """Return all remarks, each as the arguments of `add`."""
-        return [(n, remark, f) for remark, units in self._units.items() for n, f in units.items()]
+    def note_nonfinite(self, whose: str, tensor: str) -> None:
+        with self._lock:
+            self.nonfinite[whose].add(tensor)
 
-    def to_json(self) -> dict[str, Any]:
+    def remarks_json(self) -> dict[str, Any]:
         """Return, by kind, the number of units and the facts of each."""
         return {
             str(remark): {"count": len(units), "units": {n: dict(units[n]) for n in sorted(units)}}
-            for remark, units in sorted(self._units.items())
+            for remark, units in sorted(self.units.items())
         }
 
     def notices(self) -> Iterator[str]:
-        """Yield one notice for each kind."""
-        for remark, units in sorted(self._units.items()):
-            named = first_few([f"{n} ({_text(units[n])})" for n in sorted(units)], UNITS_NAMED)
+        """Yield one notice for each kind of remark, and for each model that is not finite."""
+        for remark, units in sorted(self.units.items()):
+            named = first_few([f"{n} ({_text(units[n])})" for n in sorted(units)], NAMED)
             yield f"{counted(len(units), 'unit')} {_SENTENCES[remark]}: {named}"
+        for whose, tensors in sorted(self.nonfinite.items()):
+            count = counted(len(tensors), "tensor holds", "tensors hold")
+            yield f"{whose}: {count} NaN or infinity ({first_few(sorted(tensors), NAMED)})"
 
 
 def _text(facts: Facts) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -40,13 +41,12 @@ from moemerge.errors import ArchitectureError, UsageError
 from moemerge.families.config_check import check_config
 from moemerge.families.opened import OpenModel, check_configs
 from moemerge.families.rules import CONFIG_HINT
-from moemerge.merging.execute import DEFAULT_MEMORY_BUDGET, ExecutionSettings, execute
+from moemerge.merging.execute import DEFAULT_MEMORY_BUDGET, execute
 from moemerge.merging.kept import ModelKeeper, kept_tensors
 from moemerge.merging.output import OutputFiles, merge_output_files
 from moemerge.merging.plan import MergeBlock, MergePlan, distinct
 from moemerge.merging.planner import Planner, open_inputs
-from moemerge.merging.report import MergeReport, ModelAccount, account_for_inputs
-from moemerge.merging.sharing import gather_results, open_writer, own_part
+from moemerge.merging.report import Findings, MergeReport, ModelAccount, account_for_inputs
 from moemerge.merging.statistics import (
     StatisticsFiles,
     describe_statistics,
@@ -253,7 +253,7 @@ def run_merge(
     Under torchrun each process merges a part of the tensors.
     """
     device = own_device(resolve_device(job.settings.device))
-    with open_writer(job.plan, out, job.settings, ranks) as writer:
+    with _open_writer(job.plan, out, job.settings, ranks) as writer:
         models = account_for_inputs(
             job.plan,
             job.loaded.merge.bases,
@@ -262,23 +262,29 @@ def run_merge(
         report = replace(job.report, models=models, device=str(device), output=str(out))
         if ranks.leads:  # before the weights, while the disk is idle
             _write_companions(writer, job, report)
-        plan = own_part(job.plan, ranks)
-        execution = ExecutionSettings(
-            device, memory_budget(job.settings), allow_nonfinite=job.settings.allow_nonfinite
-        )
+        plan = _own_part(job.plan, ranks)
         checkpoints = [model.checkpoint for model in plan.models.values()]
         target = QuantisingWriter(writer, plan.quantised_tensors(), checkpoints)
         with keeping(job, writer.folder) as keeper:
-            outcome = execute(plan, target, execution, ranks.progress(progress), keeper)
+            findings = execute(
+                plan,
+                target,
+                ranks.progress(progress),
+                device=device,
+                memory_budget=memory_budget(job.settings),
+                allow_nonfinite=job.settings.allow_nonfinite,
+                keeper=keeper,
+            )
             tasks = {} if keeper is None else keeper.commit()
-        gather_results(writer, outcome, target, ranks)
+        if ranks.count > 1:
+            _gather(writer, findings, target, ranks)
         report = replace(
             report,
-            remarks=outcome.remarks.to_json(),
+            remarks=findings.remarks_json(),
             tasks=tasks,
             requantised=target.errors.to_json(),
             disk_bytes_read=ranks.disk_bytes_since(job.read_before),
-            notices=(*report.notices, *outcome.notices()),
+            notices=(*report.notices, *findings.notices()),
             seconds=time.perf_counter() - job.started,
         )
         if ranks.leads:
@@ -290,12 +296,74 @@ def run_merge(
     return ranks.broadcast_object(report)
 
 
+# --- several processes: each merges some tensors into the folder that rank 0 created --------------
+
+
+def _own_part(plan: MergePlan, ranks: Ranks) -> MergePlan:
+    """Return the plan of this rank's tensors. All ranks get about the same amount of work."""
+    if ranks.count == 1:
+        return plan
+    work: dict[str, int] = defaultdict(int)
+    for block in plan.blocks:
+        work[block.tensor] += block.working_bytes
+    names = list(work)
+    [places] = ranks.share([list(work.values())])
+    own = {names[place] for place in places}
+    return replace(
+        plan,
+        tensors=tuple(info for info in plan.tensors if info.name in own),
+        blocks=tuple(block for block in plan.blocks if block.tensor in own),
+    )
+
+
+def _open_writer(
+    plan: MergePlan, out: Path, settings: MergeSettings, ranks: Ranks
+) -> CheckpointWriter:
+    """Return the writer of OUT. Rank 0 creates the hidden folder, the others write into it."""
+
+    def writer(folder: Path | None) -> CheckpointWriter:
+        return CheckpointWriter(
+            out,
+            [part for info in plan.tensors for part in info.parts],
+            shard_bytes=parse_size(settings.out_shard_size),
+            overwrite=settings.overwrite,
+            inputs=plan.input_folders,
+            folder=folder,
+        )
+
+    if not ranks.leads:
+        return writer(Path(ranks.broadcast_object("")))
+    made = writer(None)
+    try:
+        ranks.broadcast_object(str(made.folder))
+    except BaseException:
+        made.abort()
+        raise
+    return made
+
+
+def _gather(
+    writer: CheckpointWriter, findings: Findings, target: QuantisingWriter, ranks: Ranks
+) -> None:
+    """Collect on rank 0 what the other ranks wrote and found."""
+    written = () if ranks.leads else writer.hand_over()
+    own = (written, findings.units, findings.nonfinite, target.errors.sums)
+    for names, units, nonfinite, rounding in ranks.gather(own)[1:]:
+        if ranks.leads:
+            writer.take_over(names)
+            for remark, facts in units.items():
+                findings.units[remark].update(facts)
+            for whose, tensors in nonfinite.items():
+                findings.nonfinite[whose] |= tensors
+            target.errors.add(rounding)
+
+
 def write_placeholder(job: MergeJob, out: Path) -> None:
     """Write the merged model with all files, but without its weights: sparse files of zeros.
 
     Later stages of a config are planned with it.
     """
-    with open_writer(job.plan, out, job.settings, SINGLE) as writer:
+    with _open_writer(job.plan, out, job.settings, SINGLE) as writer:
         _write_companions(writer, job, job.report)
         writer.take_over(list(writer.missing()))
         writer.commit()
