@@ -41,7 +41,7 @@ BUDGETS = {
     "forward": 3_400,
     "kernels": 1_300,
     "lab": 9_700,
-    "merging": 3_900,
+    "merging": 3_800,
     "methods": 3_000,
     "repairs": 8_800,
     "report": 1_500,

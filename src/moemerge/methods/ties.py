@@ -67,18 +67,21 @@ def elected_sum(
     s = sign(Σ v_i), 0 -> +1, with v_i = w_i δ_i (`weighted`) or δ_i (`unweighted`);
     m_i = [sign(v_i) = s];  Σ w_i δ_i m_i [/ Σ w_i m_i, zero replaced by 1, at least `floor`].
     """
-    column = torch.tensor(weights, dtype=deltas[0].dtype, device=deltas[0].device)
-    column = column.view(-1, *[1] * deltas[0].dim())
-    vectors = torch.stack([*deltas])
-    votes = vectors * column if election == "weighted" else vectors
-    sign = torch.where(votes.sum(0) < 0, -1.0, 1.0)
-    agreeing = (votes * sign).clamp_min_(0)  # their magnitudes
-    total = (agreeing if election == "weighted" else agreeing * column).sum(0) * sign
+    weighted = election == "weighted"
+    votes = [d * w for d, w in zip(deltas, weights, strict=True)] if weighted else deltas
+    sign = (2 * sum(votes[1:], votes[0]).sign() + 1).sign()  # 0 elects plus
+    total, divisor = torch.zeros_like(sign), torch.zeros_like(sign)
+    for vote, weight in zip(votes, weights, strict=True):
+        agreeing = (vote * sign).clamp_min_(0)  # magnitudes
+        total.add_(agreeing, alpha=1 if weighted else weight)
+        divisor.add_(agreeing.sign_(), alpha=weight)
+    total *= sign
     if not normalize:
         return total
-    divisor = (agreeing.sign_() * column).sum(0)
     if floor is not None:
-        return total / divisor.clamp_min_(floor)
-    # With positive weights, a nonzero sum is at least the smallest weight.
-    zero = min(map(abs, filter(None, weights)), default=1.0) / 2 if min(weights) >= 0 else ZERO_SUM
-    return total / divisor.masked_fill_(divisor.abs() < zero, 1.0)
+        divisor.clamp_min_(floor)
+    elif min(weights) < 0:
+        divisor.masked_fill_(divisor.abs() < ZERO_SUM, 1.0)
+    else:  # a nonzero sum is at least the smallest weight
+        divisor.clamp_min_(min((w for w in weights if w > 0), default=1.0))
+    return total / divisor
