@@ -54,7 +54,7 @@ from moemerge.config.repair_settings import (
     PruningSettings,
     RefitSettings,
 )
-from moemerge.config.repairs import Repair, RepairSettings, StepSettings
+from moemerge.config.repairs import Repair, RepairSettings, StepSettings, check_names
 from moemerge.config.requests import TextRequest
 from moemerge.config.resolve import entries
 from moemerge.config.schema import REPAIRS, RunConfig
@@ -637,6 +637,7 @@ def _repair(
     """Run a repair as its Python function was called."""
     output, values = output_for(OutputSettings, keywords, repair.verb)
     settings = settings_for(repair.settings, settings, values, repair.verb)
+    check_names(sources, data)
     from moemerge.repairs.inputs import RepairRequest
 
     request: RepairRequest[Any] = RepairRequest(

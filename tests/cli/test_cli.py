@@ -226,3 +226,13 @@ def test_verbose_logs_what_is_read_and_planned(config, models, tmp_path):
     assert f"moemerge.checkpoint.reader: opened {models[1]}: " in result.stderr
     assert "moemerge.merging.run: planned " in result.stderr
     assert " by ties, " in result.stderr
+
+
+def test_habits_of_mergekit_users(config, tmp_path):
+    flags = ["--copy-tokenizer", "--lazy-unpickle", "--trust-remote-code", "--no-cuda"]
+    done = moemerge("merge", config, tmp_path / "out", "--dry-run", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "note: --lazy-unpickle is ignored: tensors are always read one by one" in done.stderr
+    assert "--device=cpu here" in done.stderr
+    refused(moemerge("merge", tmp_path / "out", config), 2, "given as the output", "moemerge merge")
+    refused(moemerge("prune", "m", "out", "--data", "a=b", "--keep", "75"), 2, "75 percent", "0.75")

@@ -184,8 +184,42 @@ class Reporting:
             err.print(f"page: {page}", markup=False, soft_wrap=True)
 
 
+# Flags of mergekit for commands that take a merge config: ours, or None and a remark.
+MERGEKIT: Mapping[str, tuple[str | None, str]] = {
+    "--cuda": ("--device=cuda", ""),
+    "--no-cuda": ("--device=cpu", ""),
+    "--copy-tokenizer": (None, "the tokenizer is always copied"),
+    "--lazy-unpickle": (None, "tensors are always read one by one"),
+    "--low-cpu-memory": (None, "--memory bounds the memory"),
+    "--read-to-gpu": (None, "--device cuda decides"),
+    "--multi-gpu": (None, "torchrun uses several GPUs"),
+    "--trust-remote-code": (None, "no code of a checkpoint is ever run"),
+    "--allow-crimes": (None, "models of different families are never merged"),
+    "--write-model-card": (None, "a model card is always written"),
+}
+
+
+def translated(words: list[str]) -> list[str]:
+    """Return a command line with our flags in place of mergekit's."""
+    result = []
+    for word in words:
+        ours, remark = MERGEKIT.get(word, (word, ""))
+        if ours is not None:
+            result.append(ours)
+        if remark:
+            err.print(f"note: {word} is ignored: {remark}", markup=False, soft_wrap=True)
+        elif ours != word:
+            err.print(f"note: {word} is mergekit's: {ours} here", markup=False, soft_wrap=True)
+    return result
+
+
 class Verb(TyperCommand):
     """A command whose help ends with examples that can be copied."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if any(parameter.name == "config" for parameter in self.params):
+            args = translated(args)
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         examples, self.epilog = self.epilog, None

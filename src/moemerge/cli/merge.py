@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,18 @@ from moemerge.cli.render import Samples, merge_report, repair_table, show_sample
 from moemerge.config.fields import Strict
 from moemerge.config.schema import REPAIRS
 from moemerge.config.settings import MergeSettings, OutputSettings, PlanSettings
+from moemerge.errors import UsageError
+
+YAML = (".yml", ".yaml")
+
+
+def _refuse_swapped(verb: str, config: Path, out_folder: Path) -> None:
+    if out_folder.suffix in YAML and out_folder.is_file() and config.suffix not in YAML:
+        raise UsageError(
+            f"{out_folder} is a config, and it is given as the output",
+            hint=f"moemerge {verb} {out_folder} {config}",
+        )
+
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Plan and check everything, read no tensor.")
@@ -43,6 +56,7 @@ def merge(
     sample: Samples = None,
 ) -> None:
     """Merge models as CONFIG states (a mergekit YAML is a valid config) into the folder OUT."""
+    _refuse_swapped("merge", config, out_folder)
     if dry_run:
         report = api.validate(config, out_folder, settings=settings)
     else:
@@ -78,6 +92,7 @@ def run(
 
     Flags of a repair override its block.
     """
+    _refuse_swapped("run", config, out_folder)
     with interruptible(remaining_work(out_folder)), reporting.progress() as bar:
         done = api.run(
             config,

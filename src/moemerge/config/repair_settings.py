@@ -51,7 +51,10 @@ class PruningSettings(StepSettings):
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Refuse keys of a config block that pruning does not use."""
+        """Refuse keys of a config block that pruning does not use, and percentages."""
+        keep = data.get("keep")
+        if isinstance(keep, int | float) and 1 < keep < 100:
+            raise FaultsError.one(f"is a share: for {keep:g} percent give {keep / 100:g}", "keep")
         for key in ("weights", "experts", "check"):
             if data.get(key):
                 raise FaultsError.one("is not used by pruning: remove it", key)

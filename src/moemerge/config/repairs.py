@@ -27,6 +27,8 @@ from moemerge.config.settings import (
     Share,
 )
 from moemerge.config.text_settings import NamedTexts
+from moemerge.errors import UsageError
+from moemerge.registry import did_you_mean
 
 M = TypeVar("M")
 
@@ -103,6 +105,29 @@ def selected_sources(
         else:
             chosen |= {name: given(name, ref) for name, ref in entry.items()}
     return chosen
+
+
+def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> None:
+    """Check that every source has text under its name, and every text a source."""
+    if not sources:
+        raise UsageError(
+            "no source given", hint="name each model that was merged: `sources={NAME: MODEL}`"
+        )
+    problems = [
+        f"data {name!r} has no source of that name{did_you_mean(name, sources)}"
+        for name in data
+        if name not in sources
+    ]
+    problems += [
+        f"source {name!r} has no data{did_you_mean(name, [n for n in data if n not in sources])}"
+        for name in sources
+        if name not in data
+    ]
+    if problems:
+        raise UsageError(
+            "; ".join(problems),
+            hint="every source needs its text: `sources={A: MODEL}` `data={A: FILE}`",
+        )
 
 
 Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]

@@ -14,6 +14,7 @@ import torch
 from moemerge.checkpoint.model_card import CONFIG_NAME
 from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelRef
+from moemerge.config.repairs import check_names as check_names
 from moemerge.config.requests import BASE
 from moemerge.config.settings import ForwardSettings
 from moemerge.config.yaml_lines import read_yaml
@@ -66,29 +67,6 @@ def settings_data(settings: Any) -> dict[str, Any]:
     """Return a job's settings as plain data."""
     values = {name: getattr(settings, name) for name in type(settings).model_fields}
     return {n: str(v) if isinstance(v, LayerSelection) else v for n, v in values.items()}
-
-
-def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> None:
-    """Check that every source has text under its name, and every text a source."""
-    if not sources:
-        raise UsageError(
-            "no source given", hint="name each model that was merged: `sources={NAME: MODEL}`"
-        )
-    problems = [
-        f"data {name!r} has no source of that name{did_you_mean(name, sources)}"
-        for name in data
-        if name not in sources
-    ]
-    problems += [
-        f"source {name!r} has no data{did_you_mean(name, [n for n in data if n not in sources])}"
-        for name in sources
-        if name not in data
-    ]
-    if problems:
-        raise UsageError(
-            "; ".join(problems),
-            hint="every source needs its text: `sources={A: MODEL}` `data={A: FILE}`",
-        )
 
 
 LARGEST_WEIGHT = 1e9  # with larger ratios, sums in float32 would drop a source
