@@ -22,9 +22,7 @@ from processes import interpreter
     [
         ("", "not valid JSON"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"a": ' + "[" * 200 + "]" * 200 + "}", "nested too deeply"),
         ("1" * 5000, "not valid JSON"),
-        ('{"a": "\\ud800"}', "half a character"),
         ("[]", "holds a JSON list"),
     ],
 )

@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from moemerge.errors import DataError
-from moemerge.runtime.journals import LineStore, OtherRunError, read_lines
+from moemerge.runtime.journals import LineStore, OtherRunError
 from processes import limited
 
 HEAD = {"kind": "test", "made_by": {"seed": 1}}
@@ -94,15 +94,6 @@ def test_links_pipes_and_folders_are_refused(tmp_path):
 def test_two_runs_do_not_write_one_file(tmp_path):
     with LineStore(tmp_path / "f", HEAD), pytest.raises(DataError, match="another run"):
         LineStore(tmp_path / "f", HEAD)
-
-
-def test_lines_are_read_while_another_run_writes(tmp_path):
-    assert read_lines(tmp_path / "f", HEAD) == []
-    with LineStore(tmp_path / "f", HEAD) as store:
-        store.add(LINES[0])
-        with (tmp_path / "f").open("ab") as stream:
-            stream.write(b'{"text": "ha')
-        assert read_lines(tmp_path / "f", HEAD) == LINES[:1]
 
 
 def test_a_file_that_cannot_grow_is_reported_and_stays_usable(tmp_path):

@@ -121,14 +121,6 @@ def gpu_names() -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
-def gpu_ids() -> tuple[str, ...]:
-    """Return the visible GPUs, as CUDA_VISIBLE_DEVICES names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = torch.cuda.device_count()
-    names = visible.split(",") if visible else [str(number) for number in range(count)]
-    return tuple(name.strip() for name in names[:count])
-
-
 def gpu_memory(device: torch.device) -> int:
     """Return the total memory of a GPU."""
     return int(torch.cuda.get_device_properties(device).total_memory)

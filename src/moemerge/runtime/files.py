@@ -38,7 +38,6 @@ VOCABULARIES: Final = (
     "sentencepiece*.model",
 )
 PIPE_SECONDS = 20  # to wait for the writer of a pipe
-MOST_LEVELS: Final = 100  # nesting of lists and objects
 
 Raises = Callable[..., MoeMergeError]  # an error class: `raises(message, hint=...)`
 
@@ -234,25 +233,11 @@ def read_object(
 
 
 def parse_object(
-    text: str | bytes,
-    where: str,
-    hint: str | None = None,
-    raises: Raises = CheckpointError,
-    *,
-    halves: bool = False,
+    text: str | bytes, where: str, hint: str | None = None, raises: Raises = CheckpointError
 ) -> dict[str, Any]:
-    """Parse JSON text that must contain an object, with bounded nesting and valid Unicode.
-
-    With `halves`, lone surrogates are accepted.
-    """
+    """Parse JSON text that must contain an object."""
     try:
-        text = text if isinstance(text, str) else text.decode("utf-8-sig")
-        value = json.loads(text)
-        _check(value)
-        if not halves and "\\ud" in text.lower():
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise raises(f"{where} holds half a character (a lone surrogate)", hint=hint) from error
+        value = json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise raises(f"{where} is not valid JSON: {reason}", hint=hint) from error
@@ -260,14 +245,3 @@ def parse_object(
         kind = type(value).__name__
         raise raises(f"{where} holds a JSON {kind}, expected an object", hint=hint)
     return value
-
-
-def _check(value: Any) -> None:
-    """Raise RecursionError if a value is nested too deeply for recursive code."""
-    level: list[Any] = [[value]]
-    for _ in range(MOST_LEVELS + 1):
-        inside = (node.values() if isinstance(node, dict) else node for node in level)
-        level = [child for node in inside for child in node if isinstance(child, dict | list)]
-        if not level:
-            return
-    raise RecursionError

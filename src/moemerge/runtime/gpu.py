@@ -102,53 +102,6 @@ def uploads_to(device: torch.device, buffers: int) -> Uploads | None:
     return Uploads(device, buffers) if device.type == "cuda" else None
 
 
-class Overlap:
-    """Runs small kernels on a second stream, overlapping with work that is queued later.
-
-    `mark` the end of what the small kernels read, queue more work, then launch them inside
-    `after(mark)`, where the host may read their results. Call `join` before other work reads their
-    results. On a CPU everything runs at once.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        make: Any = torch.cuda.Stream
-        # High priority, because the host waits for it.
-        self._stream = make(device, priority=-1) if device.type == "cuda" else None
-
-    @property
-    def ahead(self) -> int:
-        """Return how many pieces of other work to queue before waiting for this stream."""
-        return 0 if self._stream is None else 2
-
-    def mark(self) -> Any:
-        """Return an event after all work queued so far."""
-        if self._stream is None:
-            return None
-        make: Any = torch.cuda.Event
-        event = make()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    @contextlib.contextmanager
-    def after(self, mark: Any) -> Iterator[None]:
-        """Run operations on the second stream, after `mark` only.
-
-        Tensors that they read must stay alive until one of their results has been read.
-        """
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_event(mark)
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def join(self) -> None:
-        """Make work queued from now on wait for the second stream."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
-
-
 # Ordinary steps before the recording, so that libraries have made their first allocations.
 WARM_UP = 3
 

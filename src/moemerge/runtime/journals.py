@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from moemerge.errors import DataError
-from moemerge.runtime.files import open_plain, parse_object
+from moemerge.runtime.files import parse_object
 
 
 def _sibling(out: Path, what: str) -> Path:
@@ -129,26 +129,12 @@ class LineStore:
             ) from error
 
 
-def read_lines(
-    path: Path, head: Mapping[str, Any] | None, hint: str = RESTART_HINT
-) -> list[dict[str, Any]]:
-    """Return the complete lines of a store without its head. Another process may be writing it."""
-    try:
-        with open(open_plain(path), "rb") as file:
-            content = file.read()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
-    return _parse_lines(content[: content.rfind(b"\n") + 1], path, head, hint)
-
-
 def _parse_lines(
     content: bytes, path: Path, head: Mapping[str, Any] | None, hint: str
 ) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(content.split(b"\n")[:-1], start=1):
-        line = parse_object(text, f"{path}: line {number}", hint, DataError, halves=True)
+        line = parse_object(text, f"{path}: line {number}", hint, DataError)
         if number == 1 and head is not None:
             if _canonical(line) != _canonical(head):
                 raise OtherRunError(path, line)

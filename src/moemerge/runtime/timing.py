@@ -79,13 +79,6 @@ def peak_memory(device: torch.device) -> int | None:
     return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
 
 
-def memory_in_use(device: torch.device) -> tuple[int, int] | None:
-    """Return the GPU memory of tensors, now and at its peak; None for a CPU."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-
-
 @dataclass(frozen=True)
 class Timings:
     """Seconds of a run's consecutive parts, and of work in the background."""

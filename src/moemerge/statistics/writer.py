@@ -23,7 +23,7 @@ from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.documents import Provenance
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError
-from moemerge.runtime.files import hidden_sibling, remove_stale, sync_folder, write_at
+from moemerge.runtime.files import hidden_sibling, remove_stale, write_at
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.statistics.file import FORMAT_NUMBER, STATISTICS_FORMAT
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 
 COPY_THREADS: Final = 2
-# Flush the file while it grows, so that the final sync is short.
-SYNC_BYTES: Final = 256 * 2**20
-_sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 # Bytes that may be queued; `add` blocks beyond that.
 WAITING_BYTES: Final = {"cpu": 128 * 2**20, "cuda": 2 * 2**30}
 # Header bytes per unit: its key up to four times, and numbers.
@@ -71,7 +68,7 @@ class StatisticsWriter:
         self._units: dict[str, tuple[str, list[int]]] = {}
         self._tokens: dict[str, int] = {}
         self._end = 0  # end of the data allocated so far
-        self._waiting = self._unsynced = 0  # bytes
+        self._waiting = 0  # bytes
         self._most = WAITING_BYTES["cpu" if device is None else device.type]
         self._jobs: deque[tuple[Future[None], int]] = deque()
         self._target = out.absolute()  # a link is replaced: what it points to is not ours
@@ -134,13 +131,9 @@ class StatisticsWriter:
             ) from error
         with writing(self.out):
             write_at(self._fd, data, LENGTH_BYTES + self._reserved + begin)
-            self._unsynced += len(data)
-            if self._unsynced >= SYNC_BYTES:
-                self._unsynced = 0
-                _sync(self._fd)
 
     def commit(self, *, sequences: int, notices: Sequence[str] = ()) -> None:
-        """Write the header, flush everything, and rename into place."""
+        """Write the header, and rename into place."""
         while self._jobs:
             self._finish_first()
         header = self._header(sequences, notices)
@@ -148,11 +141,8 @@ class StatisticsWriter:
         with writing(self.out):
             os.ftruncate(self._fd, LENGTH_BYTES + self._reserved + self._end)
             write_at(self._fd, memoryview(struct.pack("<Q", self._reserved) + header), 0)
-            os.fsync(self._fd)
             check_output_file(self.out, FileKind.STATISTICS, overwrite=self._overwrite)
             os.rename(self._path, self._target)
-        with contextlib.suppress(OSError):  # the file is already in place and complete
-            sync_folder(self._target.parent)
         self._close()
 
     def _header(self, sequences: int, notices: Sequence[str]) -> bytes:
