@@ -213,11 +213,15 @@ def _add_companions(model: OpenModel, report: ConvertReport, writer: CheckpointW
     writer.add_bytes("config.json", config)
     for name, path in checkpoint.companions().items():
         writer.add_file(path, name)
-    if os.path.isfile(checkpoint.path / CARD_NAME):
-        writer.add_file(checkpoint.path / CARD_NAME)
-    if os.path.isfile(checkpoint.path / CONFIG_NAME):
-        text = config_for(checkpoint.path / CONFIG_NAME, writer.out)
-        writer.add_bytes(CONFIG_NAME, text.encode())
+    files = {n: checkpoint.path / n for n in (CARD_NAME, CONFIG_NAME)}
+    written = {n: path.read_bytes() for n, path in files.items() if os.path.isfile(path)}
+    if CONFIG_NAME in written:
+        # Its relative paths change, also where the card repeats it.
+        old = written[CONFIG_NAME]
+        new = config_for(files[CONFIG_NAME], writer.out).encode()
+        written = {name: content.replace(old, new) for name, content in written.items()}
+    for name, content in written.items():
+        writer.add_bytes(name, content)
     earlier = earlier_report(checkpoint.path, writer.out)
     parts = {n: part for n, part in earlier.items() if isinstance(part, dict)}
     writer.add_bytes(REPORT_NAME, report_file(**{**parts, "convert": report.to_json()}))

@@ -105,17 +105,15 @@ def _provenance(folder: Path, report: SwapReport) -> dict[str, bytes]:
     if os.path.isfile(folder / CARD_NAME):
         made = f"put there by `moemerge swap-routers` {__version__}; all other statements here hold"
         section = f"{words}, {made} of `{report.model}`, from which all other tensors come."
-        files[CARD_NAME] = (
-            _text(folder / CARD_NAME) + f"\n## Swapped routers\n\n{section}\n".encode()
-        )
+        card = (folder / CARD_NAME).read_bytes().rstrip(b"\n")
+        files[CARD_NAME] = card + f"\n\n## Swapped routers\n\n{section}\n".encode()
     if os.path.isfile(folder / CONFIG_NAME):
         text = config_for(folder / CONFIG_NAME, Path(report.output))
+        if CARD_NAME in files:
+            old = (folder / CONFIG_NAME).read_bytes()
+            files[CARD_NAME] = files[CARD_NAME].replace(old, text.encode())
         files[CONFIG_NAME] = f"# {words} (moemerge swap-routers).\n{text}".encode()
     return files
-
-
-def _text(path: Path) -> bytes:
-    return path.read_bytes().rstrip(b"\n") + b"\n"
 
 
 def _require_routers(model: OpenModel) -> None:
