@@ -37,9 +37,9 @@ BUDGETS = {
     "config": 4_300,
     "conversion": 2_350,
     "diagnosis": 1_600,
-    "families": 3_300,
+    "families": 2_550,
     "forward": 3_400,
-    "kernels": 1_300,
+    "kernels": 1_270,
     "lab": 9_700,
     "merging": 3_800,
     "methods": 3_000,
@@ -48,7 +48,7 @@ BUDGETS = {
     "routing": 2_450,
     "runtime": 2_000,
     "statistics": 2_800,
-    "text": 1_700,
+    "text": 1_500,
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import shlex
 import shutil
@@ -72,7 +73,6 @@ from moemerge.config.text_settings import DataRecipe
 from moemerge.config.text_settings import files_of as config_files
 from moemerge.config.yaml_lines import Document, read_document
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
-from moemerge.families.config_check import check_model_config
 from moemerge.families.describe import Description, describe
 from moemerge.families.families import families
 from moemerge.families.opened import open_model
@@ -360,7 +360,14 @@ def validate(
         _validate_repairs(loaded)
         loaded = replace(loaded, warnings=(*loaded.warnings, *loaded.unused_text))
         with paused_collector():
-            return merging.plan_merge(loaded, settings, folder).report
+            job = merging.plan_merge(loaded, settings, folder)
+        made = json.loads(job.files.made["config.json"])
+        if not settings.lenient and "quantization_config" not in made:
+            from moemerge.forward.known_configs import check_loadable
+
+            tensors = {info.name: info for info in job.plan.tensors}
+            check_loadable(made, tensors, "config.json of the merged model")
+        return job.report
 
 
 def _validate_repairs(loaded: LoadedConfig) -> None:
@@ -1010,7 +1017,6 @@ def swap_routers(
     """
     from moemerge.diagnosis.swap import swap_routers as swap
 
-    check_model_config(open_model(str(model), model))
     return swap(
         model,
         donor,
@@ -1038,7 +1044,6 @@ def extract(
     from moemerge.merging.extract import extract_model
 
     bar = progress or Silent()
-    check_model_config(open_model(str(shared), shared))
     return extract_model(shared, task, Path(out), base=base, overwrite=overwrite, progress=bar)
 
 
@@ -1057,8 +1062,6 @@ def extract_lora(
     options = settings_for(ExtractLoraSettings, settings, keywords, "extract_lora")
     from moemerge.conversion.extract_lora import extract_lora as run
 
-    for one in (model, base):
-        check_model_config(open_model(str(one), one))
     bar = progress or Silent()
     return run(model, base, Path(out), options, overwrite=overwrite, progress=bar)
 
@@ -1081,7 +1084,6 @@ def convert(
     if layout not in get_args(ExpertLayoutName):
         known = ", ".join(get_args(ExpertLayoutName))
         raise UsageError(f"unknown layout {layout!r}", hint=f"known: {known}")
-    check_model_config(open_model(str(model), model))
     return run(model, Path(out), layout, overwrite=overwrite, progress=progress or Silent())
 
 

@@ -41,7 +41,6 @@ def folder(zoo_folder, tmp_path_factory):
         (0, "inspect a"),
         (0, "ls methods"),
         (0, "ls architectures"),
-        (0, "validate ties.yml"),
         (2, "validate wrong.yml"),
         (2, "merge wrong.yml out"),
         (2, "calibrate a out --source a=a --data a=a.jsonl --alpha 2"),

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import zoo
 from moemerge.errors import DataError, TokenizerError, UsageError
 from moemerge.text import templates
 from moemerge.text.answers import load_answers
@@ -175,69 +174,30 @@ WITH_TOOLS = [
     {"role": "user", "content": "what is one", "tool_calls": [{"a": 1}]},
     {"role": "assistant", "content": "two é"},
 ]
-SAME = [
-    zoo.CHAT_TEMPLATE,
-    "{% for m in messages %}<|{{ m['role'] }}|> {{ m.content ~ bos_token ~ loop.length }}"
-    "{% endfor %}",
-    "{% set ns = namespace(x=1) %}{% for m in messages %}{% generation %}{{ m.content | trim }}"
-    "{% endgeneration %}{% set ns.x = ns.x + 1 %}{% if loop.last %}{% break %}{% endif %}"
-    "{% endfor %}{{ ns.x }}",
-    "{{ messages | tojson }}{{ messages | map(attribute='role') | join(', ') }}"
-    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
-    "{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(messages[0].content) }}{{ 'a' * 3 }}"
-    "{{ '%s-%05d' % ('x', 3) }}{{ '{:>5}'.format(3) }}{{ 'oo'.replace('o', '0') }}",
-    "{% for k, v in messages[0].items() if k != 'role' %}{{ loop.index }}{{ k }}{{ v }}{% endfor %}"
-    "{{ tools is none }}{% for x in nothing %}{% else %}none{% endfor %}",
-    "{{ ', '.join(messages | map(attribute='role')) }}{% set a, b = [1, 2] %}{{ (a, b)[1] }}"
-    "{% set x %}<{{ messages[0].role }}>{% endset %}{{ x | indent(2) }}{{ {'k': [a]}.items() }}",
-    "{{ messages | tojson(indent=2) }}{% set ticking = 3 %}{% for m in messages %}{{ m }}"
-    "{% endfor %}{{ [1, 2] | sum }}{{ '{0}{n}'.format('a', n=2) }}{{ 'ab'.translate({97: 'x'}) }}",
-]
-HOSTILE = [
-    "{{ 'a' * 10 ** 10 }}",  # memory
-    "{{ 10 ** (10 ** 8) }}",  # one long operation
-    "{% set ns = namespace(s='ab') %}"
-    "{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-    "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
-    "{% endfor %}{{ ns.x }}",  # prints itself twice, sixty times over
-    "{{ '%9999999999d' % 1 }}",
-    "{{ ('\\t' * 999999).expandtabs(9999) }}",
-    "{{ ('\u0130' * 999999).encode('idna') }}",
-    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+REFUSED = [
     "{{ ''.__class__.__mro__ }}",
     "{{ raise_exception('no') }}",
+    "{% for i in range(999999) %}{% endfor %}",
+    "{{ 'a' * 10 ** 8 }}",
 ]
 
 
-@pytest.mark.parametrize("template", SAME)
-@pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_what_transformers_writes(chat, template, add_generation_prompt):
-    chat.chat_template = template
-    expected = chat.apply_chat_template(
-        WITH_TOOLS, tokenize=False, add_generation_prompt=add_generation_prompt
-    )
-    written = templates.render_turns(
-        WITH_TOOLS, chat, "row 1", add_generation_prompt=add_generation_prompt
-    )
-    assert written == expected
+def test_what_transformers_writes(chat):
+    for add_generation_prompt in (False, True):
+        expected = chat.apply_chat_template(
+            WITH_TOOLS, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        written = templates.render_turns(
+            WITH_TOOLS, chat, "row 1", add_generation_prompt=add_generation_prompt
+        )
+        assert written == expected
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))
-def test_what_grows_or_digs_without_end_is_refused(chat, template, monkeypatch):
-    monkeypatch.setattr(templates, "MOST_SECONDS", 0.2)
+@pytest.mark.parametrize("template", REFUSED)
+def test_a_template_that_fails_is_refused_with_the_row(chat, template):
     chat.chat_template = template
     with pytest.raises(DataError, match="row 1: the tokenizer's chat template refuses this row"):
         templates.render_turns(WITH_TOOLS, chat, "row 1", add_generation_prompt=False)
-
-
-@pytest.mark.timeout(60)
-def test_loops_end(chat, monkeypatch):
-    monkeypatch.setattr(templates, "MOST_SECONDS", 0.2)
-    loops = ["{% for a in range(99999) %}" * depth + "{% endfor %}" * depth for depth in (2, 3)]
-    for chat.chat_template in loops:
-        with pytest.raises(DataError, match=r"more than 0\.2 seconds"):
-            templates.render_turns(WITH_TOOLS, chat, "row 1", add_generation_prompt=False)
 
 
 def test_a_template_that_is_none_is_named(chat):

@@ -67,9 +67,9 @@ from moemerge.conversion.compose_tensors import (
     mlp_layers,
 )
 from moemerge.errors import ArchitectureError, ConfigError
-from moemerge.families.config_check import check_config, check_model_config
 from moemerge.families.names import split_layer
 from moemerge.families.opened import OpenModel, open_model
+from moemerge.forward.known_configs import check_loadable, require_loadable
 from moemerge.forward.settings import StreamSettings, forward_dtype
 from moemerge.repairs.card import COMPOSITION
 from moemerge.repairs.experts import config_with_experts
@@ -425,7 +425,7 @@ def prepare(
     shared = next(((model(e.source_model), e.residual_scale) for e in config.shared_experts), None)
     parts = Parts(base, tuple(model(entry.source_model) for entry in config.experts), shared)
     for one in parts.models:
-        check_model_config(one)
+        require_loadable(one)
         if one is not base and one.architecture.is_moe:
             raise ArchitectureError(
                 f"{one.label} is a MoE; experts are MLPs of dense models",
@@ -438,7 +438,7 @@ def prepare(
     keys = [key for key in ("dtype", "torch_dtype") if key in made] or ["torch_dtype"]
     made |= dict.fromkeys(keys, str(main_dtype(infos.values())))
     job = ComposeJob(config, settings, out, parts, target, tuple(tensors), made)
-    check_config(job.model_config, infos, "the composed config.json")
+    check_loadable(job.model_config, infos, "the composed config.json")
     check_output(out, overwrite=settings.overwrite, inputs=job.folders)
     require_space(out, sum(info.nbytes for info in infos.values()) + OTHER_FILES_BYTES)
     return job

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from moemerge.checkpoint import Checkpoint
@@ -64,6 +66,13 @@ def open_model(name: str, ref: str | Path | ModelRef) -> OpenModel:
     return OpenModel(name, checkpoint, architecture)
 
 
+# Model code or shapes depend on these, so models with the same tensors share them.
+_STRUCTURE = re.compile(
+    r"(hidden_act|activation|activation_function|_heads|_groups|_rank|head_dim|intermediate_size"
+    r"|hidden_size|_bias)$"
+)
+
+
 def check_configs(models: Sequence[OpenModel]) -> None:
     """Refuse models of one family whose configs have values of different types for a key.
 
@@ -82,6 +91,27 @@ def check_configs(models: Sequence[OpenModel]) -> None:
                     f"{values[1]!r:.80} in {other.label}",
                     hint=CONFIG_HINT,
                 )
+
+
+def config_difference(config: Mapping[str, Any], models: Iterable[OpenModel]) -> str | None:
+    """Describe the first value in which a config and one of a model of its type differ, of those
+    on which the model's code or shapes depend."""
+    own = dict(_structure(config))
+    for model in models:
+        if config.get("model_type") != model.checkpoint.config.get("model_type"):
+            continue
+        for name, theirs in _structure(model.checkpoint.config):
+            if name in own and own[name] != theirs:
+                return f"{name} is {own[name]!r:.80}, but {theirs!r:.80} in {model.label}"
+    return None
+
+
+def _structure(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _structure(value, f"{before}{name}.")
+        elif value is not None and not isinstance(value, list) and _STRUCTURE.search(name):
+            yield before + name, value
 
 
 def _kind(value: object) -> type:

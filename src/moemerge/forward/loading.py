@@ -15,13 +15,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PreTrainedModel,
+)
 
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import ArchitectureError, CheckpointError, library_errors
 from moemerge.families.architecture import Architecture
-from moemerge.families.config_check import check_config
 from moemerge.families.rules import CONFIG_HINT
 from moemerge.forward.compat import (
     Concatenate,
@@ -45,9 +48,8 @@ from moemerge.forward.compat import (
 def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model with all parameters on meta. Buffers are real: some are not on disk.
 
-    Raises ArchitectureError if config.json contradicts the tensors.
+    Raises ArchitectureError if transformers cannot build it.
     """
-    check_config(checkpoint.config, checkpoint.tensors, str(checkpoint.path / "config.json"))
     config = _model_config(checkpoint)
     if getattr(config, "quantization_config", None) is not None:
         if checkpoint.quantisation is None:
@@ -56,8 +58,19 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMode
                 hint="dequantise it to bfloat16 first and use that folder",
             )
         del config.quantization_config  # the checkpoint reads as plain floats
-    cls = _model_class(config, checkpoint)
-    what = f"{checkpoint.label}: no model can be built as its config.json says"
+    return _built(config, dtype, checkpoint.label)
+
+
+def skeleton_of(config: Any, label: str) -> PreTrainedModel:
+    """Return the float32 model of a config of transformers, with all parameters on meta."""
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # the checkpoint reads as plain floats
+    return _built(config, torch.float32, label)
+
+
+def _built(config: Any, dtype: torch.dtype, label: str) -> PreTrainedModel:
+    cls = _model_class(config, label)
+    what = f"{label}: no model can be built as its config.json says"
     ours = library_errors(ArchitectureError, what, hint=CONFIG_HINT)
     with ours, _parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model = build_model(cls, config, dtype)
@@ -83,7 +96,7 @@ def _model_config(checkpoint: Checkpoint) -> Any:
         return AutoConfig.from_pretrained(str(checkpoint.path))
 
 
-def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
+def _model_class(config: Any, label: str) -> Any:
     for name in getattr(config, "architectures", None) or ():
         cls = getattr(transformers, str(name), None)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
@@ -91,7 +104,7 @@ def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     raise ArchitectureError(
-        f"{checkpoint.label}: no causal language model for model type {config.model_type!r} in "
+        f"{label}: no causal language model for model type {config.model_type!r} in "
         f"transformers {transformers.__version__} (config names {config.architectures})"
     )
 
@@ -101,7 +114,7 @@ def holds_scores(checkpoint: Checkpoint) -> bool:
 
     It does in families without fused attention in transformers.
     """
-    return not supports_sdpa(_model_class(_model_config(checkpoint), checkpoint))
+    return not supports_sdpa(_model_class(_model_config(checkpoint), checkpoint.label))
 
 
 @contextlib.contextmanager

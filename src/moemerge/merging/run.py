@@ -38,8 +38,7 @@ from moemerge.config.load import LoadedConfig
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.config.settings import MergeSettings, as_flags
 from moemerge.errors import ArchitectureError, UsageError
-from moemerge.families.config_check import check_config
-from moemerge.families.opened import OpenModel, check_configs
+from moemerge.families.opened import OpenModel, check_configs, config_difference
 from moemerge.families.rules import CONFIG_HINT
 from moemerge.merging.execute import DEFAULT_MEMORY_BUDGET, execute
 from moemerge.merging.kept import ModelKeeper, kept_tensors
@@ -225,21 +224,14 @@ def _memory_notices(blocks: Sequence[MergeBlock], memory: int) -> list[str]:
 def _config_doubts(
     donor: OpenModel, output: MergePlan, files: OutputFiles, *, lenient: bool
 ) -> list[str]:
-    """Check the config.json of the result; return a warning if a lenient merge would be refused."""
-    try:
-        check_config(
-            json.loads(files.made["config.json"]),
-            {info.name: info for info in output.tensors},
-            str(donor.checkpoint.path / "config.json"),
-            others={model.label: model.checkpoint.config for model in output.models.values()},
-            hint=f"{CONFIG_HINT}; `lenient=True` merges it anyway",
-            like=donor.architecture,
-        )
-    except ArchitectureError as error:
-        if not lenient:
-            raise
-        return [f"warning: {error.message}"]
-    return []
+    """Compare OUT's config.json with the inputs'; return a warning if a lenient merge differs."""
+    difference = config_difference(json.loads(files.made["config.json"]), output.models.values())
+    if difference is None:
+        return []
+    fault = f"{donor.checkpoint.path / 'config.json'}: {difference}"
+    if not lenient:
+        raise ArchitectureError(fault, hint=f"{CONFIG_HINT}; `lenient=True` merges it anyway")
+    return [f"warning: {fault}"]
 
 
 def run_merge(
