@@ -157,7 +157,7 @@ def test_the_seed_decides():
 
 @pytest.mark.parametrize("n", [60, 164])
 def test_intervals_cover_the_truth_and_zero_is_rarely_called_significant(n):
-    """A small form of benchmarks/evaluate.py: 400 draws, so within 3.5 standard errors."""
+    """Simulated evaluations: 400 draws, so within 3.5 standard errors."""
     rng = np.random.default_rng(n)
     covered = called = 0
     for _draw in range(400):
