@@ -44,7 +44,7 @@ BUDGETS = {
     "merging": 3_800,
     "methods": 3_000,
     "repairs": 8_800,
-    "report": 1_500,
+    "report": 1_400,
     "routing": 2_450,
     "runtime": 2_000,
     "statistics": 2_800,

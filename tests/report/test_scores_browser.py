@@ -3,8 +3,8 @@
 import pytest
 
 from lab.study.test_study import summary_of
+from moemerge.lab.pages import write_scores_page
 from moemerge.lab.study.tables import write_report
-from moemerge.report.scores import write_scores_page
 from report.scores_sample import HOSTILE, sample_page
 from report.test_page_browser import OUTSIDE, SMALL, SMALLEST_TEXT
 

@@ -9,7 +9,7 @@ from lab.evaluation.cases import run, write_task
 from moemerge.errors import DataError, UsageError
 from moemerge.lab.evaluation.page import model_index, with_index
 from moemerge.lab.evaluation.report import EvaluationReport, TaskScores, compare_models
-from moemerge.report.scores import render_scores
+from moemerge.lab.pages import render_scores
 from report.scores_sample import HOSTILE, sample_page
 
 

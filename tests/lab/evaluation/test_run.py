@@ -12,9 +12,9 @@ from lab.evaluation.cases import GREEDY, kept_answers, run, write_task
 from moemerge.errors import DataError, ResourceError
 from moemerge.lab.evaluation.page import page_document
 from moemerge.lab.generation.transformers_engine import TransformersEngine
+from moemerge.lab.pages import render_scores
 from moemerge.lab.testbed import bundled_set
 from moemerge.lab.testbed.tasks import problems
-from moemerge.report.scores import render_scores
 from zoo import Notes
 
 

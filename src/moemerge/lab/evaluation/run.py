@@ -42,8 +42,8 @@ from moemerge.lab.evaluation.page import check_cards, page_document, write_cards
 from moemerge.lab.evaluation.report import EvaluationReport, TaskScores, compare_models
 from moemerge.lab.evaluation.settings import EvaluationSettings
 from moemerge.lab.evaluation.text_losses import TextPerplexity, compare_losses
+from moemerge.lab.pages import write_scores_page
 from moemerge.repairs.card import earlier_report
-from moemerge.report.scores import write_scores_page
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.files import make_folder, write_whole
 from moemerge.runtime.outputs import FileKind, check_output_file
