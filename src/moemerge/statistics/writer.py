@@ -11,9 +11,7 @@ import json
 import math
 import os
 import struct
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,9 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-COPY_THREADS: Final = 2
-# Bytes that may be queued; `add` blocks beyond that.
-WAITING_BYTES: Final = {"cpu": 128 * 2**20, "cuda": 2 * 2**30}
 # Header bytes per unit: its key up to four times, and numbers.
 _KEYS_PER_UNIT: Final = 4
 _BYTES_PER_UNIT: Final = 320
@@ -56,7 +51,6 @@ class StatisticsWriter:
         provenance: Provenance,
         keys: Collection[str],
         overwrite: bool = False,
-        device: torch.device | None = None,
     ) -> None:
         check_output_file(out, FileKind.STATISTICS, overwrite=overwrite)
         self.out = out
@@ -68,12 +62,8 @@ class StatisticsWriter:
         self._units: dict[str, tuple[str, list[int]]] = {}
         self._tokens: dict[str, int] = {}
         self._end = 0  # end of the data allocated so far
-        self._waiting = 0  # bytes
-        self._most = WAITING_BYTES["cpu" if device is None else device.type]
-        self._jobs: deque[tuple[Future[None], int]] = deque()
         self._target = out.absolute()  # a link is replaced: what it points to is not ours
         self._path = hidden_sibling(self._target, "partial")
-        self._pool = ThreadPoolExecutor(COPY_THREADS, "moemerge-stats")
         with writing(out):
             remove_stale(self._target)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -88,11 +78,7 @@ class StatisticsWriter:
         units: Mapping[str, Sequence[int]],
         tokens: int,
     ) -> None:
-        """Append a float32 tensor for `units` (key -> shape). None means zeros.
-
-        The value may be on any device and must not be changed afterwards, because it is written
-        later.
-        """
+        """Append a float32 tensor, on any device, for `units` (key -> shape). None means zeros."""
         if name in self._entries or any(key in self._units for key in units):
             raise CheckpointError(f"statistics of {name!r} come a second time for {self.out}")
         if value is not None and (value.dtype != torch.float32 or list(value.shape) != [*shape]):
@@ -110,32 +96,13 @@ class StatisticsWriter:
         self._tokens[name] = int(tokens)
         self._units.update({key: (name, [*map(int, shape)]) for key, shape in units.items()})
         if value is not None and size:
-            while self._jobs and (self._jobs[0][0].done() or self._waiting + size > self._most):
-                self._finish_first()
-            self._waiting += size
-            self._jobs.append((self._pool.submit(self._write, value, begin), size))
-
-    def _finish_first(self) -> None:
-        """Wait until the oldest queued tensor is written, and raise its error."""
-        job, size = self._jobs.popleft()
-        job.result()
-        self._waiting -= size
-
-    def _write(self, value: Tensor, begin: int) -> None:
-        assert self._fd is not None
-        try:
-            data = as_bytes(_on_host(value))
-        except RuntimeError as error:  # device errors appear when the result is copied
-            raise CheckpointError(
-                f"statistics cannot be copied from the device: {error}"
-            ) from error
-        with writing(self.out):
-            write_at(self._fd, data, LENGTH_BYTES + self._reserved + begin)
+            assert self._fd is not None
+            data = as_bytes(value.detach().cpu().contiguous())
+            with writing(self.out):
+                write_at(self._fd, data, LENGTH_BYTES + self._reserved + begin)
 
     def commit(self, *, sequences: int, notices: Sequence[str] = ()) -> None:
-        """Write the header, and rename into place."""
-        while self._jobs:
-            self._finish_first()
+        """Write the header and rename into place."""
         header = self._header(sequences, notices)
         assert self._fd is not None
         with writing(self.out):
@@ -175,7 +142,6 @@ class StatisticsWriter:
             self._path.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -185,13 +151,6 @@ class StatisticsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.abort()
-
-
-def _on_host(value: Tensor) -> Tensor:
-    value = value.detach().contiguous()
-    if value.device.type == "cpu":
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
 
 
 def _reserved_bytes(keys: Collection[str]) -> int:

@@ -83,7 +83,6 @@ def _writer(job: CollectingJob) -> StatisticsWriter:
         provenance=job.provenance,
         keys=job.model.architecture.units_by_key,
         overwrite=job.request.overwrite,
-        device=job.stream.device,
     )
 
 
