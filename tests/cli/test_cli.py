@@ -88,10 +88,10 @@ def test_missing_inputs_are_reported_with_other_problems(tmp_path, config):
     refused(moemerge("validate", config), 2, *words, "line 6: refit.data.m2")
     # A model of the hub is not looked up, and text to be generated need not exist.
     recipe = f"{{file: {tmp_path}/made.jsonl, prompts: org/prompts, verify: math}}"
-    repair = f"refit: {{data: {{gone: {recipe}, b: {recipe}}}}}\ndtyp: x\n"
+    repair = f"refit: {{data: {{gone: {recipe}, b: {recipe}}}}}\nrouter: {{keep: x}}\n"
     config.write_text(text.replace(str(tmp_path / "m2"), "org/b") + repair)
     result = moemerge("run", config, tmp_path / "out")
-    refused(result, 2, "2 problems", "gone does not exist", "line 7: dtyp")
+    refused(result, 2, "2 problems", "gone does not exist", "line 7: router")
 
 
 def test_lenient_warns_instead(tmp_path, config):

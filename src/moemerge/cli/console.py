@@ -69,8 +69,12 @@ class _Stdout(_Plain):
             return
         with self.capture() as captured:
             super().print(*objects, **options)
-        self.file.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
-        self.file.flush()
+        try:
+            self.file.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
+            self.file.flush()
+        except BrokenPipeError:  # the reader has seen enough, as in `moemerge ls methods | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(0) from None
 
 
 # Without emoji: `:b:` in a path or a token would be replaced, even in JSON.
