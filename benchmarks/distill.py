@@ -43,13 +43,13 @@ def distill(spec: dict[str, Any]) -> None:
     """Run one distillation, in its own process."""
     from moemerge.config.faults import parse_settings
     from moemerge.config.repair_settings import DistillSettings
-    from moemerge.repairs.distilling.job import DistillRequest
-    from moemerge.repairs.distilling.run import run_distillation
+    from moemerge.repairs.distill import distill as repair
+    from moemerge.repairs.inputs import RepairRequest
 
     if spec["memory"] is not None:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(1e9 * spec["memory"] / whole)
-    request = DistillRequest(
+    request = RepairRequest(
         merged=spec["merged"],
         out=Path(spec["out"]),
         sources=spec["sources"],
@@ -59,7 +59,7 @@ def distill(spec: dict[str, Any]) -> None:
         write=spec["write"],
     )
     imported = time.time() - spec["begun"]
-    report = run_distillation(request, Notes(spec["begun"]))
+    report = repair.run(request, Notes(spec["begun"]))
     content = {
         **report.to_json(),
         "imported": imported,

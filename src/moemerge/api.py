@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from moemerge.diagnosis.swap import SwapReport
     from moemerge.merging.extract import ExtractReport
     from moemerge.merging.report import MergeReport
-    from moemerge.repairs.distilling.report import DistillReport
+    from moemerge.repairs.distill_report import DistillReport
     from moemerge.repairs.harc_report import CalibrationReport
     from moemerge.repairs.inputs import RepairRequest
     from moemerge.repairs.refit_report import RefitReport

@@ -21,7 +21,7 @@ import json, os, signal, sys
 import moemerge
 job = json.loads(sys.argv[1])
 if job["killed"]:
-    from moemerge.repairs.distilling.training import Trainer
+    from moemerge.repairs.distill import Trainer
     from moemerge.repairs.layer import Layer
     place = {"distill": (Trainer, "step"), "refit": (Layer, "save")}[job["name"]]
     whole, calls = getattr(*place), []

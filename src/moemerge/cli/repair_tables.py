@@ -16,7 +16,7 @@ from moemerge.runtime.formatting import Quantity, percent, with_error
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
-    from moemerge.repairs.distilling.report import DistillReport
+    from moemerge.repairs.distill_report import DistillReport
     from moemerge.repairs.harc_report import CalibrationReport
     from moemerge.repairs.prune import PruneReport
     from moemerge.repairs.refit_report import RefitReport

@@ -10,7 +10,7 @@ from moemerge.config.repairs import Repair
 
 RUNNERS = {
     "calibrate": "harc:calibrate",
-    "distill": "distilling.run:run_distillation",
+    "distill": "distill:distill",
     "prune": "prune:prune",
     "refit": "refit:refit",
 }

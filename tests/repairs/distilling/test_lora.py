@@ -8,9 +8,8 @@ import torch
 import moemerge
 from moemerge.families.opened import open_model
 from moemerge.forward.trainable import TrainedLayout
-from moemerge.repairs.distilling.lora import SCALE, adapter_numel, factor_shapes
-from moemerge.repairs.distilling.memory import TrainingSize
-from moemerge.repairs.distilling.student import Student, StudentOptions
+from moemerge.repairs.distill_memory import TrainingSize
+from moemerge.repairs.distill_student import SCALE, Student, adapter_numel, factor_shapes
 from repairs.calibration import cases
 from repairs.distilling.test_run import FAST
 
@@ -26,8 +25,8 @@ def case(case_of):
 def student(model, rank, *, recompute=False):
     opened = open_model("merged", model)
     layout = TrainedLayout(opened, None, adapted=rank is not None)
-    options = StudentOptions("adamw", recompute, rank, seed=0)
-    return Student(opened, layout, CPU, torch.float32, options=options)
+    how = {"optimiser": "adamw", "recompute": recompute, "lora": rank, "seed": 0}
+    return Student(opened, layout, CPU, torch.float32, **how)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

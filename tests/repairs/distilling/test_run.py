@@ -11,8 +11,7 @@ import moemerge
 import zoo
 from moemerge.checkpoint import CheckpointPatch
 from moemerge.errors import ArchitectureError, ConfigError, ResourceError, UsageError
-from moemerge.repairs.distilling import run as running
-from moemerge.repairs.distilling import training
+from moemerge.repairs import distill as distilling
 from repairs.calibration import cases
 
 FAST = {
@@ -169,7 +168,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     class KilledError(Exception):
         pass
 
-    step = running.Trainer.step
+    step = distilling.Trainer.step
 
     def step_until_killed(self, number, optimiser):
         if number == killed:
@@ -182,7 +181,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
         own = {**own, "dtype": "bfloat16", "learning_rate": 1e-2, "steps": 4, "batch": 4}
         whole = distill(case, out, **own)
     with monkeypatch.context() as patch:
-        patch.setattr(running.Trainer, "step", step_until_killed)
+        patch.setattr(distilling.Trainer, "step", step_until_killed)
         with pytest.raises(KilledError):
             distill(case, tmp_path / "out", **own)
     assert not (tmp_path / "out").exists()
@@ -190,7 +189,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     def no_teacher(*_, **__):
         raise AssertionError("the stored distributions should be used")
 
-    monkeypatch.setattr("moemerge.repairs.distilling.teachers._fill", no_teacher)
+    monkeypatch.setattr("moemerge.repairs.distill_teachers._fill", no_teacher)
     report = distill(case, tmp_path / "out", **own)
 
     assert cases.weights(tmp_path / "out") == cases.weights(out)
@@ -208,9 +207,9 @@ def test_a_run_killed_while_it_writes_starts_from_its_last_state(
         with pytest.raises(AttributeError):
             distill(case, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    steps, step = [], running.Trainer.step
+    steps, step = [], distilling.Trainer.step
     monkeypatch.setattr(
-        running.Trainer, "step", lambda self, n, own: steps.append(n) or step(self, n, own)
+        distilling.Trainer, "step", lambda self, n, own: steps.append(n) or step(self, n, own)
     )
     report = distill(case, tmp_path / "out")
 
@@ -248,7 +247,7 @@ def test_a_class_without_a_head_is_refused(case, tmp_path):
 
 
 def test_too_little_memory_is_refused(case, tmp_path, monkeypatch):
-    monkeypatch.setattr(running, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(distilling, "available_memory", lambda device: 1000)
 
     with pytest.raises(ResourceError, match="distillation needs about"):
         distill(case, tmp_path / "out")
@@ -259,7 +258,7 @@ def test_out_of_memory_names_what_to_do(case, tmp_path, monkeypatch):
     def divergence(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(training, "divergence", divergence)
+    monkeypatch.setattr(distilling, "divergence", divergence)
     with pytest.raises(ResourceError, match="distillation: out of memory on cpu") as raised:
         distill(case, tmp_path / "out")
     assert "lora=16" in raised.value.hint

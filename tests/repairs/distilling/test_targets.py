@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moemerge.repairs.distilling.teachers import divergence, next_token_loss, top_tokens
+from moemerge.repairs.distill_teachers import divergence, next_token_loss, top_tokens
 
 
 def full_divergence(p, q):

@@ -11,9 +11,8 @@ import torch
 from moemerge.families.describe import describe_architecture
 from moemerge.families.opened import OpenModel
 from moemerge.forward.trainable import TrainedLayout
-from moemerge.repairs.distilling.lora import adapter_numel
-from moemerge.repairs.distilling.optimisers import CHUNK, OptimiserName
-from moemerge.repairs.distilling.student import needs_copies
+from moemerge.repairs.adafactor import CHUNK, OptimiserName
+from moemerge.repairs.distill_student import adapter_numel, needs_copies
 
 # Padded tokens that run at once, and bytes that their logits may take with their gradient.
 MICRO_TOKENS: Final = {"cpu": 4096, "cuda": 16384}

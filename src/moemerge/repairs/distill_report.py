@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from moemerge.checkpoint.model_card import in_markdown
 from moemerge.config.repair_settings import DISTILLATION
-from moemerge.repairs.lockstep.report import RepairReport
+from moemerge.repairs.report import RepairReport
+
+if TYPE_CHECKING:
+    from moemerge.repairs.layer import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,10 @@ class DistillReport(RepairReport):
     # Mean loss that was trained, on the same rows: with `next_token` not only the divergence.
     held_out_losses: Mapping[int, Mapping[str, float]]
     tokens: Mapping[str, int]  # trained on, by domain
+
+    @classmethod
+    def of(cls, job: Job[Any], seconds: float) -> Self:
+        return replace(super().of(job, seconds), layers=())
 
     @property
     def totals(self) -> dict[str, Any]:

@@ -9,34 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from moemerge.errors import NumericalError
 from moemerge.families.opened import OpenModel
 from moemerge.forward.fused import fuse
 from moemerge.forward.routers import anatomy
 from moemerge.forward.trainable import TrainedLayout, load_trainable
-from moemerge.repairs.distilling.lora import Adapters
-from moemerge.repairs.distilling.optimisers import OptimiserName
+from moemerge.repairs.adafactor import OptimiserName
 from moemerge.runtime.ranks import SINGLE, Ranks, gathered, own_shard
 
 CPU: Final = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class StudentOptions:
-    """How a student is loaded."""
-
-    optimiser: OptimiserName
-    recompute: bool  # activations, in the backward pass
-    lora: int | None  # rank of the adapters; None: the weights themselves are trained
-    seed: int
 
 
 def needs_copies(optimiser: OptimiserName, dtype: torch.dtype) -> bool:
@@ -58,40 +47,44 @@ class Student:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        options: StudentOptions,
+        optimiser: OptimiserName,
+        recompute: bool,
+        lora: int | None,
+        seed: int,
         ranks: Ranks = SINGLE,
     ) -> None:
+        """Load the model. `recompute` recomputes activations in the backward pass, and `lora` is
+        the rank of the adapters; without it, the weights themselves are trained."""
         self.device = device
         self.ranks = ranks
-        rank = options.lora
         self._stored = layout.stored_dtypes
         sharded = ranks.can_shard(device)
         self.model: Any = load_trainable(
             opened,
             layout,
             dtype,
-            lora=rank is not None,
+            lora=lora is not None,
             device=device,
             shard=partial(ranks.shard, device=device) if sharded else None,
         )
         fuse(self.model, device, dtype)
-        if options.recompute:
+        if recompute:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._adapters: Adapters | None = None
         self.trained: dict[str, Tensor]
-        if rank is None:
+        if lora is None:
             self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         else:
             layers = anatomy(self.model).layers
-            generator = torch.Generator(device).manual_seed(options.seed)
-            self._adapters = Adapters(self.model, layers, layout.shapes, rank, generator)
+            generator = torch.Generator(device).manual_seed(seed)
+            self._adapters = Adapters(self.model, layers, layout.shapes, lora, generator)
             self.trained = self._adapters.parameters
         # FSDP takes the mean of gradients over ranks; without it they are summed.
-        self.shares_weights = sharded and rank is None
+        self.shares_weights = sharded and lora is None
         self._gathers = sharded
         # What the optimiser updates, by name: trained parameters (this rank's share of them), or
         # float32 copies.
-        copied = needs_copies(options.optimiser, dtype)
+        copied = needs_copies(optimiser, dtype)
         self.masters: dict[str, Tensor] = {}
         for name, value in self.trained.items():
             own = own_shard(value)
@@ -207,3 +200,96 @@ class Student:
                 if self._adapters is not None:
                     self._adapters.rounded = {}
                 self.model.train()
+
+
+# --- low-rank adapters: while a layer runs, each of its matrices W is replaced by W + 2 B A -------
+# The sum is computed for a whole layer and rounded to the forward dtype. So no module needs to know
+# of adapters, stacks of experts get one pair per expert, and the merged weights are exactly those
+# that were evaluated. Only the small factors A and B have gradients and optimiser states.
+
+SCALE: Final = 2.0  # of B A, as in `tune`
+
+
+def factor_shapes(shape: Sequence[int], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of B and A for a matrix, or for a stack of them."""
+    *stack, rows, columns = shape
+    rank = min(rank, rows, columns)
+    return (*stack, rows, rank), (*stack, rank, columns)
+
+
+def adapter_numel(shapes: Mapping[str, Sequence[int]], rank: int) -> int:
+    """Return the number of parameters of adapters on matrices of these shapes."""
+    return sum(math.prod(one) for shape in shapes.values() for one in factor_shapes(shape, rank))
+
+
+class Adapters:
+    """The adapters of a model's layers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[str],
+        shapes: Mapping[str, Sequence[int]],
+        rank: int,
+        generator: torch.Generator,
+    ) -> None:
+        self._model = model
+        # While the model is evaluated: the dtypes of the written weights, by name.
+        self.rounded: Mapping[str, torch.dtype] = {}
+        self.factors: dict[str, tuple[Tensor, Tensor]] = {}
+        device = generator.device
+        for name, shape in sorted(shapes.items()):
+            up, down = factor_shapes(shape, rank)
+            spread = torch.randn(down, generator=generator, device=device) * shape[-1] ** -0.5
+            self.factors[name] = torch.zeros(up, device=device).requires_grad_(), spread
+            spread.requires_grad_()
+        for path in layers:
+            self._wrap(path)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the factors by name."""
+        return {
+            f"{name}.lora_{part}": factor
+            for name, pair in self.factors.items()
+            for part, factor in zip("BA", pair, strict=True)
+        }
+
+    def adapted(self, name: str, weight: Tensor | None = None) -> Tensor:
+        """Return W + 2 B A, rounded to the dtype of W; W is the model's own by default."""
+        weight = self._model.get_parameter(name) if weight is None else weight
+        up, down = (factor.to(weight.dtype) for factor in self.factors[name])
+        add = torch.addmm if weight.dim() == 2 else torch.baddbmm
+        whole = add(weight, up, down, alpha=SCALE)
+        return whole.to(self.rounded.get(name, whole.dtype)).to(whole.dtype)
+
+    def merge(self) -> None:
+        """Write the adapted matrices into the model."""
+        with torch.no_grad():
+            for name in self.factors:
+                self._model.get_parameter(name).copy_(self.adapted(name))
+
+    def _wrap(self, path: str) -> None:
+        """Run a layer with its adapted matrices."""
+        layer: Any = self._model.get_submodule(path)
+        names = [name for name in self.factors if name.startswith(f"{path}.")]
+        run = _Forward(layer)
+
+        def forward(*args: Any, **keywords: Any) -> Any:
+            matrices = {f"layer.{n[len(path) + 1 :]}": self.adapted(n) for n in names}
+            return functional_call(run, matrices, args, keywords)
+
+        layer.forward = forward
+
+
+class _Forward(nn.Module):
+    """A module's own forward pass under another name, so that it can be replaced by one that
+    calls it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self._run = layer.forward
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        return self._run(*args, **keywords)

@@ -1,1 +1,0 @@
-"""Train a merged model on the next-token distributions of its sources."""
