@@ -235,6 +235,7 @@ def refit(layer: Layer, settings: RefitSettings) -> None:
     seen, maps = kept.seen, kept.maps.get(layer.number, LayerMaps())
     kept.calls.follow(layer.module)
     if not maps.paths:
+        seen.begin(None, {})
         return
     gradient = settings.solver == "gradient"
     seen.begin(None if gradient else maps, layer.entered)

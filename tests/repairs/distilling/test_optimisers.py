@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from moemerge.repairs.adafactor import Adafactor, make_optimiser
 from moemerge.repairs import adafactor as optimisers
+from moemerge.repairs.adafactor import Adafactor, make_optimiser
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 3)])

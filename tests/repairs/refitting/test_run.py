@@ -20,8 +20,6 @@ from moemerge.errors import (
     UsageError,
 )
 from moemerge.forward import settings as streaming
-from moemerge.repairs import least_squares
-from moemerge.repairs import refit as fitting
 from repairs.calibration import cases as calibrating
 from repairs.refitting.cases import Killed, kill_after, make_case
 from repairs.refitting.test_maths import SMALL, assert_sums_of_bfloat16_values
@@ -188,33 +186,6 @@ def test_a_resumed_run_ends_with_the_same_bytes(case, refitted, finished, monkey
     assert [row["maps"] for row in report.layers] == [row["maps"] for row in whole]
 
 
-def test_resumed_searches_begin_alike_though_a_ridge_was_raised(case, monkeypatch, tmp_path):
-    class Raised(least_squares.Factor):
-        def __init__(self, gram, ridge):
-            super().__init__(gram, ridge)
-            self.ridge *= 10  # the report has only this one
-
-    begun, choose = [], least_squares.choose_ridge
-
-    def heard(problems, start, *others):
-        begun.append(start)
-        return choose(problems, start, *others)
-
-    monkeypatch.setattr(fitting, "Factor", Raised)
-    monkeypatch.setattr(least_squares, "choose_ridge", heard)
-    case.refit(tmp_path / "whole", ridge="auto")
-    whole = begun[:]
-    begun.clear()
-    with monkeypatch.context() as patch:
-        kill_after(patch, 1)
-        with pytest.raises(Killed):
-            case.refit(tmp_path / "out", ridge="auto")
-    case.refit(tmp_path / "out", ridge="auto")
-    second = len(whole) // 2  # of two layers
-    assert begun[-second:] == whole[-second:]
-    assert calibrating.weights(tmp_path / "out") == calibrating.weights(tmp_path / "whole")
-
-
 # --- parked elsewhere ---------------------------------------------------------------------------
 
 
@@ -277,25 +248,6 @@ def test_too_little_memory_is_told_before_a_weight_is_read(case, tmp_path, monke
         case.refit(tmp_path / "out", **FAST)
     assert read == []
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("family", "key", "values", "part"),
-    [
-        ("olmoe", "vocab_size", (2048, 4096), "head"),
-        ("deepseek_v3", "qk_nope_head_dim", (512, 1024), "attention"),  # of four heads
-    ],
-)
-def test_outputs_are_expected_to_take_memory_by_their_number(
-    family, key, values, part, zoo_folder, tmp_path
-):
-    """Sums are of what a map reads: the square of its outputs is nowhere."""
-    expected = []
-    for value in values:
-        base = zoo_folder(family, num_hidden_layers=1, **{key: value})
-        own = make_case(base, tmp_path / f"case-{value}", rows=8)
-        expected.append(own.refit(tmp_path / f"out-{value}", parts=part, **FAST).memory)
-    assert 0 < expected[1] - expected[0] < 2**26  # squares would differ by ten times as much
 
 
 def test_names_text_and_weights_must_fit(case, tmp_path):
