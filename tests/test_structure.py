@@ -43,7 +43,7 @@ BUDGETS = {
     "lab": 9_700,
     "merging": 3_800,
     "methods": 3_000,
-    "repairs": 8_800,
+    "repairs": 8_000,
     "report": 1_400,
     "routing": 2_450,
     "runtime": 2_000,

@@ -1,1 +1,0 @@
-"""Several models in step on the same tokens, and the skeleton that repairs share."""

@@ -1,1 +1,0 @@
-from moemerge.repairs.experts import *  # noqa: F403

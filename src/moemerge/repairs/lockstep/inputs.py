@@ -1,1 +1,0 @@
-from moemerge.repairs.inputs import *  # noqa: F403

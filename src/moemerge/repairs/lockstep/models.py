@@ -1,1 +1,0 @@
-from moemerge.repairs.routers import *  # noqa: F403

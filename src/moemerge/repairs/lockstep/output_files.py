@@ -1,1 +1,0 @@
-from moemerge.repairs.card import *  # noqa: F403

@@ -1,1 +1,0 @@
-from moemerge.repairs.report import *  # noqa: F403
