@@ -36,7 +36,7 @@ WARM = (
     "moemerge.statistics.collecting.run",
     "moemerge.lab.data.run",
     "moemerge.diagnosis.run",
-    "moemerge.lab.generation.transformers_engine",
+    "moemerge.lab.engines",
     "moemerge.merging.run",
     "moemerge.repairs.refit",
     "moemerge.report.page.assemble",

@@ -31,7 +31,7 @@ WARM = (
     "moemerge.statistics.collecting.run",
     "moemerge.repairs.refit",
     "moemerge.lab.data.run",
-    "moemerge.lab.generation.transformers_engine",
+    "moemerge.lab.engines",
     "moemerge.report.page.assemble",
     "safetensors.torch",
     "transformers",

@@ -18,7 +18,7 @@ from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
     from moemerge.lab.data.run import DataReport
-    from moemerge.lab.generation.run import Counts
+    from moemerge.lab.generate import Counts
 
 EXAMPLES = """
   moemerge data org/math math.jsonl --prompts gsm8k_train.jsonl --verify math \\

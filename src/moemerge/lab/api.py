@@ -151,9 +151,8 @@ def sample(
 def _completions(
     model: ModelLike, prompts: Sequence[str], most: int, device: str, progress: Progress
 ) -> list[str]:
-    from moemerge.lab.generation.engine import CompletionRequest
-    from moemerge.lab.generation.prompts import PromptRow, open_tokenizer, tokenized
-    from moemerge.lab.generation.run import engine_maker, load_engine
+    from moemerge.lab.engines import CompletionRequest, engine_maker, load_engine
+    from moemerge.lab.generate import PromptRow, open_tokenizer, tokenized
 
     given = {"max_new_tokens": most, "device": device}
     settings = GenerationSettings.model_validate(given)
@@ -166,7 +165,7 @@ def _completions(
     requests = [CompletionRequest(i, 0, tuple(ids)) for i, ids in enumerate(tokens)]
     engine = load_engine(engine_maker(model, tokenizer, settings, progress))
     try:
-        completions = list(engine.generate(requests, len(requests)))
+        completions = list(engine.generate(requests))
     finally:
         engine.close()
     return [c.text for c in sorted(completions, key=lambda c: c.prompt)]

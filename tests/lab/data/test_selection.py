@@ -8,7 +8,7 @@ from moemerge.config.faults import parse_settings
 from moemerge.config.text_settings import DataSettings
 from moemerge.errors import ConfigError, DataError
 from moemerge.lab.data.job import Benchmark, balanced, normal, text_of
-from moemerge.lab.generation.prompts import read_prompts
+from moemerge.lab.generate import read_prompts
 from moemerge.text.rows import TextRow
 
 

@@ -1,5 +1,7 @@
 """Tasks of lm-eval with our engine, against lm-eval's own."""
 
+import time
+
 import pytest
 
 pytest.importorskip("lm_eval")
@@ -95,9 +97,17 @@ def test_choices_are_as_likely_as_lm_eval_finds_them(specialists, task_file, tmp
         assert mine == pytest.approx(other, abs=1e-3)
 
 
-def test_what_is_wrong_is_told(specialists, tmp_path):
+def test_what_is_wrong_is_told(specialists, tmp_path, monkeypatch):
     models, out = [specialists["math"]], tmp_path / "out"
     with pytest.raises(DataError, match=r"no such task file nowhere\.yml"):
         run(models, [], out, lm_eval="nowhere.yml")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    began = time.monotonic()
+    gone = tmp_path / "gone.yaml"
+    text = GENERATED.replace("json", "org/gone", 1).replace("dataset_kwargs", "metadata")
+    gone.write_text(text)
+    with pytest.raises(DataError, match=r"gone\.yaml of lm-eval cannot be loaded .*org/gone"):
+        run(models, [], out, lm_eval=str(gone))
+    assert time.monotonic() - began < 60
     with pytest.raises(UsageError, match="cannot be rescored"):
         run(models, [], out, lm_eval="arc_easy", rescore=True)

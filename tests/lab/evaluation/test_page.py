@@ -1,10 +1,12 @@
 """The page of an evaluation and the entries of model cards."""
 
+import os
 import shutil
 
 import numpy as np
 import pytest
 
+import zoo
 from lab.evaluation.cases import run, write_task
 from moemerge.errors import DataError, UsageError
 from moemerge.lab.evaluation.page import model_index, with_index
@@ -66,3 +68,26 @@ def test_page_and_card_are_written(specialists, sums, tmp_path):
         run([model], [task], tmp_path / "out", report=tmp_path / "no" / "page.html")
     with pytest.raises(DataError, match="its card cannot be written"):
         run(["org/name"], [task], tmp_path / "out", card=True)
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "latin-1"])
+def test_a_readme_that_is_no_text_file_is_refused_first(specialists, tmp_path, kind):
+    model, elsewhere = tmp_path / "mine", tmp_path / "elsewhere.md"
+    shutil.copytree(specialists["math"], model)
+    readme = model / "README.md"
+    readme.unlink(missing_ok=True)
+    elsewhere.write_text("private")
+    make = {
+        "link": lambda: readme.symlink_to(elsewhere),
+        "folder": readme.mkdir,
+        "pipe": lambda: os.mkfifo(readme),
+        "latin-1": lambda: readme.write_bytes(b"caf\xe9"),
+    }
+    make[kind]()
+    with pytest.raises(DataError, match=r"README\.md cannot be given scores"):
+        run([model], ["gsm8k"], tmp_path / "out", card=True, data={"gsm8k": [rows(tmp_path)]})
+    assert elsewhere.read_text() == "private"
+
+
+def rows(folder):
+    return zoo.write_rows(folder / "rows.jsonl", [{"question": "1+1", "answer": "2"}])

@@ -66,7 +66,7 @@ def test_it_is_the_loss_of_the_models(specialists, text, tmp_path):
 
 
 def test_it_is_shown_next_to_other_tasks(specialists, sums, text, tmp_path):
-    task = write_task(tmp_path / "tasks", sums[:3], verify="evaluation.cases:as_the_testbed")
+    task = write_task(tmp_path / "tasks", sums[:3], verify="lab.evaluation.cases:as_the_testbed")
     result = succeed(
         "evaluate", specialists["math"], specialists["code"], "--task", task, "--task",
         "perplexity", "--data", f"plain={text}", "--samples", 1, "--temperature", 0, "--device",

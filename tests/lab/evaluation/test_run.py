@@ -10,8 +10,8 @@ import moemerge
 from evidence.scoring import accuracy
 from lab.evaluation.cases import GREEDY, kept_answers, run, write_task
 from moemerge.errors import DataError, ResourceError
+from moemerge.lab.engines import TransformersEngine
 from moemerge.lab.evaluation.page import page_document
-from moemerge.lab.generation.transformers_engine import TransformersEngine
 from moemerge.lab.pages import render_scores
 from moemerge.lab.testbed import bundled_set
 from moemerge.lab.testbed.tasks import problems
@@ -36,7 +36,7 @@ def test_scores_are_those_of_the_testbed_problem_by_problem(specialists, sums, t
 
 def test_programs_are_scored_as_in_the_testbed(specialists, tmp_path):
     asked = problems("code", split="test", count=16, seed=5)
-    task = write_task(tmp_path, asked, verify="evaluation.cases:as_the_testbed")
+    task = write_task(tmp_path, asked, verify="lab.evaluation.cases:as_the_testbed")
     models = list(specialists.values())
     report = run(models, [task], tmp_path / "out")
     right = [accuracy(model, asked, device="cpu") for model in models]
@@ -47,10 +47,10 @@ def test_nothing_is_asked_twice(specialists, sums, tmp_path, monkeypatch):
     task, out = write_task(tmp_path, sums[:12]), tmp_path / "out"
     asked, whole = [], TransformersEngine.generate
 
-    def counted(self, wanted, total):
+    def counted(self, wanted):
         wanted = list(wanted)
         asked.append(len(wanted))
-        return whole(self, wanted, total)
+        return whole(self, wanted)
 
     monkeypatch.setattr(TransformersEngine, "generate", counted)
     math, chat = (specialists[name] for name in ("math", "chat"))
@@ -79,7 +79,7 @@ def test_what_could_not_be_made_or_judged_counts_as_wrong_and_is_told(specialist
     report = run([specialists["math"]], [task], tmp_path / "out")
     assert report.tasks[0].scores[0, 1] == 0
     assert "1 completion could not be made, counted as wrong" in report.notices[0]
-    task = write_task(tmp_path, sums[:3], name="riddles", verify="evaluation.cases:cannot_tell")
+    task = write_task(tmp_path, sums[:3], name="riddles", verify="lab.evaluation.cases:cannot_tell")
     report = run([specialists["math"]], [task], tmp_path / "out")
     assert report.tasks[0].scores.tolist() == [[0, 0, 0]]
     assert report.notices == ("math, riddles: 3 answers undecided, counted as wrong",)
@@ -229,3 +229,12 @@ def test_a_merge_knows_its_base_and_sources_among_the_models(specialists, sums, 
     assert report.headline == report.verdicts[0]
     page = render_scores(page_document(report, [], {"moemerge": "0", "created": "now"}))
     assert all(text in page for text in report.verdicts)
+
+
+def test_a_key_in_a_url_is_not_stored(specialists, sums, tmp_path):
+    task, out = write_task(tmp_path, sums[:2]), tmp_path / "out"
+    run([specialists["math"]], [task], out)
+    run([], [task], out, rescore=True, url=["https://user:secret@host/v1?key=secret"])
+    text = (out / "results.json").read_text()
+    assert "https://host/v1" in text
+    assert "secret" not in text

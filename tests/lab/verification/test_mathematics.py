@@ -1,5 +1,6 @@
 """Mathematical answers: what counts as the answer of a text, and what it is compared with."""
 
+import time
 from fractions import Fraction
 
 import pytest
@@ -8,10 +9,10 @@ from moemerge.errors import DataError
 from moemerge.lab.verification.judgement import Grade
 from moemerge.lab.verification.mathematics import (
     MathVerifier,
-    boxed,
     compare_numbers,
     conflict,
     gold_of,
+    last_box,
     numbers_in,
     plain_number,
     stated,
@@ -68,11 +69,11 @@ def test_signs_belong_to_numbers_unless_something_stands_before():
 
 
 def test_boxes_are_balanced_and_open_ones_left_out():
-    assert boxed(r"\boxed{\frac{1}{2}} then \boxed {x_{1}} and \boxed{cut \frac{") == [
-        r"\frac{1}{2}",
-        "x_{1}",
-    ]
-    assert boxed(r"\boxed{\{1, 2\}}") == [r"\{1, 2\}"]
+    text = r"\boxed{\frac{1}{2}} then \boxed {x_{1}} and \boxed{cut \frac{"
+    assert last_box(text) == ("x_{1}", 2)
+    assert last_box(r"\boxed{\{1, 2\}}") == (r"\{1, 2\}", 1)
+    assert last_box(r"\boxed{a \boxed{b} c}") == ("b", 2)
+    assert last_box(r"\boxed{1") == (None, 0)
 
 
 def test_what_is_stated_last_counts():
@@ -186,3 +187,11 @@ def test_units_conflict_only_where_both_are_known():
 def test_numbers_that_look_alike_are_told_apart():
     judged = compare_numbers(Fraction(1, 3), "The answer is 0.333333.")
     assert judged.detail == "333333/1000000 instead of 1/3"
+
+
+@pytest.mark.parametrize("text", [r"\boxed{" * 14_000, r"\boxed{" * 7_000 + "}" * 7_000])
+def test_finding_boxes_takes_linear_time(text):
+    began = time.process_time()
+    last_box(text)
+    assert time.process_time() - began < 1
+    assert last_box(text + r"\boxed{\{1\}} \boxed{2")[0] == r"\{1\}"

@@ -17,7 +17,7 @@ from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelLike
 from moemerge.config.text_settings import DataSettings
 from moemerge.errors import DataError, UsageError
-from moemerge.lab.generation.prompts import USUAL, PromptRow, located, read_prompt, read_prompts
+from moemerge.lab.generate import USUAL, PromptRow, located, read_prompt, read_prompts
 from moemerge.registry import did_you_mean
 from moemerge.runtime.journals import completions_path
 from moemerge.runtime.outputs import FileKind, check_output_file

@@ -21,18 +21,19 @@ from moemerge.lab.data.job import (
     select_prompts,
     select_texts,
 )
-from moemerge.lab.generation.engine import Finish
-from moemerge.lab.generation.prompts import PromptRow, open_tokenizer, tokenized
-from moemerge.lab.generation.run import (
+from moemerge.lab.engines import Finish, engine_maker
+from moemerge.lab.generate import (
     Answer,
     CompletionJournal,
     Counts,
     Generated,
+    PromptRow,
     complete,
     count_answers,
-    engine_maker,
     judge,
     made_by,
+    open_tokenizer,
+    tokenized,
 )
 from moemerge.lab.verification.judgement import Verifier
 from moemerge.lab.verification.verifiers import CachedVerifier, check_rows, make_verifier

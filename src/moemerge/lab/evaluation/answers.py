@@ -24,21 +24,21 @@ import numpy as np
 from moemerge.config.models import ModelLike
 from moemerge.config.text_settings import GenerationSettings
 from moemerge.errors import DataError
+from moemerge.lab.engines import Completion, engine_maker
 from moemerge.lab.evaluation.job import EvaluationJob, PosedTask, generation_settings
 from moemerge.lab.evaluation.significance import Array
-from moemerge.lab.generation.engine import Completion
-from moemerge.lab.generation.prompts import open_tokenizer, tokenized
-from moemerge.lab.generation.run import (
+from moemerge.lab.generate import (
     Answer,
     CompletionJournal,
     Counts,
     complete,
     count_answers,
-    engine_maker,
     judge,
     made_by,
+    open_tokenizer,
     prompt_key,
     sampling_settings,
+    tokenized,
 )
 from moemerge.lab.verification.judgement import Verifier
 from moemerge.lab.verification.verifiers import CachedVerifier, check_rows, make_verifier

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import numpy as np
 
@@ -16,12 +19,11 @@ from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelLike
 from moemerge.config.text_settings import EngineSettings, GenerationSettings
 from moemerge.errors import DataError, UsageError
+from moemerge.lab.engines import Likelihood, TransformersEngine, engine_maker
 from moemerge.lab.evaluation.answers import CompletionIndex
 from moemerge.lab.evaluation.job import TASK_SUFFIXES, EvaluationJob
 from moemerge.lab.evaluation.report import TaskScores
-from moemerge.lab.generation.prompts import open_tokenizer
-from moemerge.lab.generation.run import complete, engine_maker
-from moemerge.lab.generation.transformers_engine import Likelihood, TransformersEngine
+from moemerge.lab.generate import complete, open_tokenizer
 from moemerge.runtime.progress import Progress
 from moemerge.text.templates import has_template
 
@@ -29,11 +31,57 @@ MOST_TOKENS: Final = 256  # lm-eval's default
 ANY: Final = 1024  # the context, if the model's config does not state it
 
 
-def require_lm_eval() -> None:
+def load_lm_eval(names: Sequence[str]) -> tuple[Any, list[Any]]:
+    """Return lm-eval's index of tasks, and the requested ones: names, or lm-eval's task files.
+
+    Loads their data sets, so that one that is missing is reported before a model is loaded.
+    """
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError(
             "tasks of lm-eval need the package lm-eval", hint='pip install "moemerge[eval]"'
         )
+    files = [Path(name) for name in names if name.lower().endswith(TASK_SUFFIXES)]
+    for file in files:
+        if not os.path.isfile(file):
+            raise DataError(f"no such task file {file}")
+    _go_offline_without_network()
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    plain = [name for name in names if Path(name) not in files]
+    with contextlib.redirect_stdout(sys.stderr):
+        manager = TaskManager(include_defaults=bool(plain))
+        unknown = [name for name in plain if name not in manager.all_tasks]
+        if unknown:
+            raise UsageError(
+                f"lm-eval has no task {', '.join(unknown)}", hint="`lm-eval ls tasks` lists them"
+            )
+        tasks = [*plain, *(load_yaml(file) for file in files)]
+        for name, task in zip([*plain, *files], tasks, strict=True):
+            try:
+                manager.load([task])
+            except Exception as error:  # its libraries raise many types
+                raise DataError(
+                    f"task {name} of lm-eval cannot be loaded ({type(error).__name__}: {error})",
+                    hint="a data set that is not in the cache needs the network once",
+                ) from error
+    return manager, tasks
+
+
+def _go_offline_without_network() -> None:
+    """Without a network, read data sets from the cache at once: the hub's client retries for
+    minutes.
+    """
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    if getproxies():
+        return
+    try:
+        socket.create_connection((host.hostname or "", host.port or 443), 5).close()
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        hub = sys.modules.get("huggingface_hub.constants")  # it has read the variable already
+        if hub is not None:
+            hub.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
 class Bridge:
@@ -168,10 +216,11 @@ def language_model(bridge: Bridge) -> Any:
     return BridgedModel()
 
 
-def bridged_scores(job: EvaluationJob, progress: Progress) -> list[TaskScores]:
-    """Run the requested tasks of lm-eval, and return every model's score on every problem."""
+def bridged_scores(
+    job: EvaluationJob, manager: Any, tasks: Sequence[Any], progress: Progress
+) -> list[TaskScores]:
+    """Run tasks of lm-eval (`load_lm_eval`), and return every model's score on every problem."""
     by_model = []
-    manager, tasks = _tasks(job.request.output.lm_eval)
     for model in job.models.values():
         bridge = Bridge(job, model, progress)
         try:
@@ -200,27 +249,6 @@ def samples_of(
             confirm_run_unsafe_code=settings.allow_code,
         )
     return dict(results["samples"])
-
-
-def _tasks(names: Sequence[str]) -> tuple[Any, list[Any]]:
-    """Return lm-eval's index of tasks, and the requested ones: names, or lm-eval's task files."""
-    from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    files = [Path(name) for name in names if name.lower().endswith(TASK_SUFFIXES)]
-    for file in files:
-        if not os.path.isfile(file):
-            raise DataError(f"no such task file {file}")
-    plain = [name for name in names if Path(name) not in files]
-    with contextlib.redirect_stdout(sys.stderr):
-        manager = TaskManager(include_defaults=bool(plain))
-        loaded = [load_yaml(file) for file in files]
-        unknown = [name for name in plain if name not in manager.all_tasks]
-    if unknown:
-        raise UsageError(
-            f"lm-eval has no task {', '.join(unknown)}", hint="`lm-eval ls tasks` lists them"
-        )
-    return manager, [*plain, *loaded]
 
 
 def _scores(name: str, by_model: Sequence[Sequence[Mapping[str, Any]]]) -> TaskScores:

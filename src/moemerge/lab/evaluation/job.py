@@ -20,7 +20,7 @@ from moemerge.lab.evaluation.settings import (
     TaskSettings,
     load_task,
 )
-from moemerge.lab.generation.prompts import PromptRow, located, read_prompts
+from moemerge.lab.generate import PromptRow, located, read_prompts
 from moemerge.registry import did_you_mean
 from moemerge.runtime.formatting import display_names
 from moemerge.runtime.outputs import check_name

@@ -12,12 +12,12 @@ from typing import Any, Final
 from moemerge.checkpoint.locate import is_hub_id
 from moemerge.checkpoint.model_card import CARD_NAME
 from moemerge.errors import DataError
+from moemerge.lab.engines import Finish
 from moemerge.lab.evaluation.answers import ScoredTask
 from moemerge.lab.evaluation.report import EvaluationReport
-from moemerge.lab.generation.engine import Finish
-from moemerge.lab.generation.run import Answer
+from moemerge.lab.generate import Answer
 from moemerge.runtime.checksums import update_checksum
-from moemerge.runtime.files import write_whole
+from moemerge.runtime.files import open_plain, write_whole
 from moemerge.runtime.progress import counted
 
 EXPECTED: Final = ("answer", "canonical_solution", "code")  # the first that a row has is shown
@@ -137,6 +137,23 @@ def check_cards(models: dict[str, str]) -> None:
                 f"{model} is not a folder, so its card cannot be written",
                 hint="results.json in the output has the numbers",
             )
+        _read_card(Path(os.path.expanduser(model)) / CARD_NAME)
+
+
+def _read_card(path: Path) -> str | None:
+    """Return a card's text; None if there is none. It is never read through a link."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        if os.path.islink(path):
+            raise OSError("it is a link")
+        with open(open_plain(path), encoding="utf-8", newline="") as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be given scores ({error})",
+            hint="expected a README.md in UTF-8; rename it, or run without `card`",
+        ) from error
 
 
 def write_cards(report: EvaluationReport) -> list[Path]:
@@ -144,7 +161,8 @@ def write_cards(report: EvaluationReport) -> list[Path]:
     written = []
     for name, model in report.models.items():
         path = Path(os.path.expanduser(model)) / CARD_NAME
-        text = path.read_text("utf-8") if os.path.exists(path) else f"# {name}\n"
+        text = _read_card(path)
+        text = f"# {name}\n" if text is None else text
         write_whole(path, with_index(text, model_index(report, name)).encode())
         update_checksum(path)
         written.append(path)

@@ -24,7 +24,7 @@ from moemerge.lab.evaluation.significance import (
     weighted_mean,
 )
 from moemerge.lab.evaluation.text_losses import TextPerplexity, text_headline
-from moemerge.lab.generation.run import Counts
+from moemerge.lab.generate import Counts
 from moemerge.runtime.formatting import LEAST_P, p_value
 
 OVERALL: Final = "overall"

@@ -19,6 +19,7 @@ from moemerge.families.opened import OpenModel, open_model
 from moemerge.forward.losses import DocumentLosses, NextTokenLoss
 from moemerge.forward.settings import StreamSettings, forward_dtype, logit_batch_tokens
 from moemerge.forward.stream import ModelStream
+from moemerge.lab.engines import public_url
 from moemerge.lab.evaluation.answers import (
     AnswersByModel,
     ScoredTask,
@@ -31,7 +32,7 @@ from moemerge.lab.evaluation.answers import (
     recall,
     remaining_work,
 )
-from moemerge.lab.evaluation.bridge import bridged_scores, require_lm_eval
+from moemerge.lab.evaluation.bridge import bridged_scores, load_lm_eval
 from moemerge.lab.evaluation.job import (
     EvaluationJob,
     EvaluationRequest,
@@ -61,8 +62,7 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
     """Let models answer, judge the answers, and compare. Run it again to resume a killed run."""
     begun = time.monotonic()
     job = prepare(request)
-    if request.output.lm_eval:
-        require_lm_eval()
+    others = load_lm_eval(request.output.lm_eval) if request.output.lm_eval else None
     if request.output.report is not None:
         check_output_file(
             request.output.report,
@@ -76,8 +76,8 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
     with opened_verifiers(job, progress) as verifiers:
         answers = recall(job, progress) if request.output.rescore else _answered(job, progress)
         scored = judge_answers(job, verifiers, answers, progress)
-    others = bridged_scores(job, progress) if request.output.lm_eval else []
-    report = _report(job, answers, scored, others)
+    bridged = bridged_scores(job, *others, progress) if others else []
+    report = _report(job, answers, scored, bridged)
     measured, notices = _measure_texts(job, progress) if job.texts else ((), [])
     report = replace(
         report,
@@ -107,7 +107,10 @@ def _report(
     given = {name: str(model) for name, model in job.models.items()}
     return EvaluationReport(
         protocol=settings.protocol,
-        settings=settings.model_dump(mode="json"),
+        settings={
+            **settings.model_dump(mode="json"),
+            "url": [public_url(url) for url in settings.url],
+        },
         models={name: given.get(name, name) for name in models},
         tasks=tasks,
         rows=compare_models(tasks, models, draws=settings.draws, seed=settings.seed),

@@ -15,11 +15,9 @@ from moemerge import api
 from moemerge.config.faults import parse_settings
 from moemerge.config.repair_settings import Targets
 from moemerge.config.text_settings import GenerationSettings
-from moemerge.lab.generation.engine import CompletionRequest
-from moemerge.lab.generation.transformers_engine import TransformersEngine
+from moemerge.lab.engines import CompletionRequest, TransformersEngine
 from moemerge.lab.testbed import TrainedSet
 from moemerge.lab.testbed.tasks import Problem, check_all, problems
-from moemerge.runtime.progress import Silent
 from moemerge.text.rows import write_rows
 from moemerge.text.tokens import load_tokenizer, prompt_tokens
 
@@ -42,10 +40,10 @@ def generate(
     }
     settings = parse_settings(GenerationSettings, values, "the demo")
     tokenizer = load_tokenizer(model)
-    engine = TransformersEngine(model, tokenizer, settings, Silent())
+    engine = TransformersEngine(model, tokenizer, settings)
     rows = prompt_tokens(prompts, tokenizer)
     wanted = [CompletionRequest(place, 0, tuple(row)) for place, row in enumerate(rows)]
-    completions = {done.prompt: done.text for done in engine.generate(wanted, len(wanted))}
+    completions = {done.prompt: done.text for done in engine.generate(wanted)}
     engine.close()
     return [completions[place] for place in range(len(prompts))]
 

@@ -166,7 +166,7 @@ class MathVerifier(Verifier):
                 return judgement
         judgement = self._compare_formulas(gold=gold, texts=_candidates(response))
         if judgement.right:
-            given = (boxed(response) or [stated(response) or ""])[-1]
+            given = last_box(response)[0] or stated(response) or ""
             if conflict(gold, given):
                 return Judgement(Grade.WRONG, "another unit")
             return Judgement(Grade.WRONG, "another base") if _bases(gold, given) else RIGHT
@@ -201,8 +201,8 @@ def gold_of(row: Fields) -> str:
     text = text_answer(row)
     if "####" in text:
         text = text.rsplit("####", 1)[1]
-    boxes = boxed(text)
-    text = (boxes[-1] if boxes else text).strip().strip("$").strip()
+    box, _count = last_box(text)
+    text = (text if box is None else box).strip().strip("$").strip()
     if not text:
         raise DataError("'answer' is empty, expected what a right response ends with")
     return text
@@ -210,10 +210,10 @@ def gold_of(row: Fields) -> str:
 
 def compare_numbers(gold: Fraction, response: str) -> Judgement | None:
     """Compare with a number. Return None if the response's answer is a formula."""
-    boxes = boxed(response)
-    if boxes:
-        number = plain_number(_ASSIGNED.sub("", without_units(boxes[-1])))
-        return None if number is None else _compared(gold, number, "%" in boxes[-1])
+    box, _count = last_box(response)
+    if box is not None:
+        number = plain_number(_ASSIGNED.sub("", without_units(box)))
+        return None if number is None else _compared(gold, number, "%" in box)
     clause = stated(response)
     place = clause if clause is not None and numbers_in(clause) else last_line(response)
     if _COMMAND.search(place):
@@ -249,10 +249,10 @@ def _shown(number: Fraction) -> str:
 
 def _candidates(response: str) -> list[str]:
     """Return the texts to search for the answer, the most likely first."""
-    boxes, clause = boxed(response), stated(response)
-    if boxes:
+    (box, count), clause = last_box(response), stated(response)
+    if box is not None:
         # Two boxes may be two roots, or a first attempt and its correction.
-        return [response, f"\\boxed{{{boxes[-1]}}}"] if len(boxes) > 1 else [response]
+        return [response, f"\\boxed{{{box}}}"] if count > 1 else [response]
     if "$" in response or "\\(" in response or "\\[" in response:
         return [response]
     # A formula without delimiters is parsed as one.
@@ -261,35 +261,29 @@ def _candidates(response: str) -> list[str]:
 
 # --- where the answer is --------------------------------------------------------------------------
 
-_BOX: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# Opening of a box, an escaped character, or a brace.
+_BRACES: Final = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.S)
 _MARK: Final = re.compile(r"####[ \t]*([^\n]*)")
 _PHRASE: Final = re.compile(r"\banswer\s*(?:is|:|=)+\s*:?\s*", re.I)
 # A clause ends at the end of its line or sentence. The point in 3.5 ends neither.
 _END: Final = re.compile(r"\n|[.!?](?=\s|$)")
 
 
-def boxed(text: str) -> list[str]:
-    r"""Return the contents of every \\boxed{...} with balanced braces."""
-    return [
-        content
-        for match in _BOX.finditer(text)
-        if (content := _balanced(text, match.end())) is not None
-    ]
-
-
-def _balanced(text: str, start: int) -> str | None:
-    depth = 1
-    for place in range(start, len(text)):
-        if text[place] == "\\":
-            continue
-        escaped = text[place - 1] == "\\"
-        if text[place] == "{" and not escaped:
-            depth += 1
-        elif text[place] == "}" and not escaped:
-            depth -= 1
-            if depth == 0:
-                return text[start:place]
-    return None
+def last_box(text: str) -> tuple[str | None, int]:
+    r"""Return the content of the last \\boxed{...} with balanced braces, and their number."""
+    boxes: list[tuple[int, int]] = []
+    opened: list[int | None] = []  # where a box's content starts; None for other braces
+    for match in _BRACES.finditer(text):
+        if match[0] == "}":
+            start = opened.pop() if opened else None
+            if start is not None:
+                boxes.append((start, match.start()))
+        elif match[0] == "{" or match[1]:
+            opened.append(match.end() if match[1] else None)
+    if not boxes:
+        return None, 0
+    start, end = max(boxes)
+    return text[start:end], len(boxes)
 
 
 def stated(text: str) -> str | None:

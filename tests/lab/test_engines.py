@@ -2,20 +2,18 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import quantised_zoo as qz
-import zoo
 from moemerge.config.faults import parse_settings
 from moemerge.config.text_settings import GenerationSettings
 from moemerge.errors import CheckpointError, NumericalError, ResourceError
-from moemerge.lab.generation import transformers_engine
-from moemerge.lab.generation.drawing import draw, signed, uniform
-from moemerge.lab.generation.engine import CompletionRequest, Finish
-from moemerge.lab.generation.transformers_engine import TransformersEngine, end_tokens
+from moemerge.lab import engines
+from moemerge.lab.engines import CompletionRequest, Finish, TransformersEngine, end_tokens
 
 PROMPTS = [(5, 9, 30), (7,), (100, 3, 4, 80, 6, 11, 12), (5, 9, 31), (60, 61)]
 
@@ -31,9 +29,9 @@ def wanted(samples=1):
     ]
 
 
-def generated(folder, tokenizer, given, asked, notes=None):
-    engine = TransformersEngine(folder, tokenizer, given, notes or zoo.Notes())
-    answers = {(c.prompt, c.sample): c for c in engine.generate(asked, len(asked))}
+def generated(folder, tokenizer, given, asked):
+    engine = TransformersEngine(folder, tokenizer, given)
+    answers = {(c.prompt, c.sample): c for c in engine.generate(asked)}
     assert len(answers) == len(asked)
     assert all(c.finish in (Finish.STOP, Finish.LENGTH) for c in answers.values())
     return {key: [int(word) for word in c.text.split()] for key, c in answers.items()}
@@ -42,15 +40,34 @@ def generated(folder, tokenizer, given, asked, notes=None):
 @torch.inference_mode()
 def twin(model, ends, given, w):
     """Token by token, without any cache or batch."""
-    written = []
+    written, numbers = [], np.random.default_rng(w.stream(given.seed))
     while len(written) < given.max_new_tokens:
-        logits = model(torch.tensor([[*w.tokens, *written]]), use_cache=False).logits[:, -1]
-        number = uniform(torch.tensor([signed(w.stream(given.seed))]), torch.tensor([len(written)]))
-        token = int(draw(logits, number, given))
+        logits = model(torch.tensor([[*w.tokens, *written]]), use_cache=False).logits[0, -1]
+        token = int(logits.argmax())
+        if given.temperature:
+            token = drawn((logits / given.temperature).double(), given, numbers.random())
         if token in ends:
             break
         written.append(token)
     return written
+
+
+def drawn(scores, given, number):
+    """Keep the top k, then the fewest tokens that hold top p, and pick one by the sums."""
+    order = scores.sort(descending=True).indices.tolist()[: given.top_k or None]
+    kept, held = [], 0.0
+    shares = scores[order].softmax(0).tolist()
+    for token, share in zip(order, shares, strict=True):
+        kept.append((token, share))
+        held += share
+        if held >= given.top_p:
+            break
+    place = number * held
+    for token, share in sorted(kept):
+        place -= share
+        if place < 0:
+            return token
+    return max(kept, key=lambda one: one[1])[0]
 
 
 def test_a_quantised_model_writes_what_its_dequantised_copy_does(with_tokenizer, numbers, tmp_path):
@@ -77,7 +94,7 @@ def test_completions_are_those_of_the_whole_text(with_tokenizer, numbers, family
 def test_log_likelihoods_are_those_of_the_model(with_tokenizer, numbers):
     folder = with_tokenizer("olmoe")
     pairs = [((5, 9), ()), ((5, 9), (30, 7)), ((8,), (100, 3, 4))]
-    engine = TransformersEngine(folder, numbers, settings(), zoo.Notes())
+    engine = TransformersEngine(folder, numbers, settings())
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
     for (before, after), (found, greedy) in zip(pairs, engine.log_likelihoods(pairs), strict=True):
         with torch.no_grad():
@@ -109,37 +126,30 @@ def test_neighbours_order_and_the_size_of_a_batch_change_nothing(with_tokenizer,
     assert other != whole
 
 
-def test_models_with_other_caches_run_in_padded_batches_and_say_so(with_tokenizer, numbers):
-    notes = zoo.Notes()
-    engine = TransformersEngine(with_tokenizer("gpt_oss"), numbers, settings(), notes)
-    assert "padded batches" in notes.said[0]
-    engine.close()
-
-
 def test_stop_texts_end_a_completion_and_are_cut_off(with_tokenizer, numbers):
     folder = with_tokenizer("olmoe")
-    whole = TransformersEngine(folder, numbers, settings(max_new_tokens=40), zoo.Notes())
-    text = next(iter(whole.generate([wanted()[0]], 1))).text
+    whole = TransformersEngine(folder, numbers, settings(max_new_tokens=40))
+    text = next(iter(whole.generate([wanted()[0]]))).text
     words = text.split()
     stop = f" {words[10]} {words[11]}"
     before = text[: text.index(stop)]
     given = settings(max_new_tokens=40, stop=[stop, "never"])
-    engine = TransformersEngine(folder, numbers, given, zoo.Notes())
-    done = next(iter(engine.generate([wanted()[0]], 1)))
+    engine = TransformersEngine(folder, numbers, given)
+    done = next(iter(engine.generate([wanted()[0]])))
     assert done.text == before
     assert done.finish is Finish.STOP
     assert done.tokens < 40
 
 
 def test_a_prompt_that_fills_the_context_fails_alone(with_tokenizer, numbers):
-    engine = TransformersEngine(with_tokenizer("olmoe"), numbers, settings(), zoo.Notes())
+    engine = TransformersEngine(with_tokenizer("olmoe"), numbers, settings())
     asked = [
         CompletionRequest(0, 0, (5,) * 256),
         CompletionRequest(1, 0, (5,) * 250),
         CompletionRequest(2, 0, (5, 6)),
     ]
-    answers = {c.prompt: c for c in engine.generate(asked, len(asked))}
-    assert answers[0].finish is Finish.FAILED
+    answers = {c.prompt: c for c in engine.generate(asked)}
+    assert answers[0].has_failed
     assert "256 tokens, the model reads 256" in answers[0].detail
     assert answers[1].finish is Finish.LENGTH
     assert answers[1].tokens == 6
@@ -148,15 +158,15 @@ def test_a_prompt_that_fills_the_context_fails_alone(with_tokenizer, numbers):
 
 def test_what_does_not_fit_is_refused_with_an_estimate(with_tokenizer, numbers, monkeypatch):
     folder = with_tokenizer("olmoe")
-    monkeypatch.setattr(transformers_engine, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(engines, "available_memory", lambda device: 1000)
     with pytest.raises(ResourceError, match=r"(?s)needs .* for its weights.*engine=.server"):
-        TransformersEngine(folder, numbers, settings(), zoo.Notes())
+        TransformersEngine(folder, numbers, settings())
     engine = None
     monkeypatch.undo()
-    engine = TransformersEngine(folder, numbers, settings(), zoo.Notes())
-    monkeypatch.setattr(transformers_engine, "available_memory", lambda device: 1000)
+    engine = TransformersEngine(folder, numbers, settings())
+    monkeypatch.setattr(engines, "available_memory", lambda device: 1000)
     with pytest.raises(ResourceError, match="one completion of 19 tokens needs"):
-        list(engine.generate(wanted(), 5))
+        list(engine.generate(wanted()))
 
 
 def test_a_model_whose_logits_are_nan_is_refused(with_tokenizer, numbers):
@@ -166,4 +176,4 @@ def test_a_model_whose_logits_are_nan_is_refused(with_tokenizer, numbers):
     tensors["model.norm.weight"].fill_(float("nan"))
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(NumericalError, match="its logits are NaN"):
-        TransformersEngine(folder, numbers, settings(), zoo.Notes())
+        TransformersEngine(folder, numbers, settings())

@@ -1,33 +1,175 @@
-"""Complete many prompts: read known completions from disk, and generate the rest with an engine."""
+"""Prompts from rows of any data set, and their completions, read from disk or generated."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any, Final, Self
 
-from transformers import PreTrainedTokenizerBase
-
 from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.locate import locate_data
 from moemerge.config.models import ModelLike
-from moemerge.config.text_settings import GenerationSettings
-from moemerge.errors import DataError, MoeMergeError, ResourceError, UsageError
-from moemerge.lab.generation.engine import Completion, CompletionRequest, Engine, Finish
-from moemerge.lab.generation.prompts import PromptRow
-from moemerge.lab.generation.server import ServerEngine, check_urls
-from moemerge.lab.generation.transformers_engine import TransformersEngine
-from moemerge.lab.generation.vllm_engine import VllmEngine, check_installed
+from moemerge.config.text_settings import GenerationSettings, PromptSettings
+from moemerge.errors import DataError, MoeMergeError, ResourceError
+from moemerge.lab.engines import Completion, CompletionRequest, Engine, Finish, load_engine
 from moemerge.lab.verification.judgement import Judgement, Verifier
 from moemerge.lab.verification.verifiers import check_all
+from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import is_out_of_memory
 from moemerge.runtime.journals import LineStore, OtherRunError
 from moemerge.runtime.progress import Progress, counted
+from moemerge.text.rows import TextRow, TextSource, Turn, file_of, row_fields, said, turns_of
+from moemerge.text.tokens import Tokenizer, load_tokenizer, prompt_text, prompt_tokens
+
+# Default columns: the first of these that a row has.
+USUAL: Final[Mapping[str, tuple[str, ...]]] = {
+    "prompt": ("prompt", "question", "problem", "instruction"),
+    "answer": ("answer", "expected_answer", "answerKey", "target"),
+    "reference": (
+        "reference", "response", "completion", "solution", "generated_solution",
+        "canonical_solution", "code", "output", "answer",
+    ),
+    "text": ("text", "content"),
+}  # fmt: skip
+CONVERSATIONS: Final = ("messages", "conversations")
+_PLACE: Final = re.compile(r"\{(\w+)(?:\[(\d+)\])?\}")
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt: its turns, and the row's fields by their usual names."""
+
+    where: str
+    turns: tuple[Turn, ...]  # up to the answer
+    fields: Mapping[str, Any]  # under `prompt`, `answer` and so on, whatever the columns' names
+    group: str  # its group, if prompts are balanced
+    reference: str | None = None
+
+    @property
+    def user_text(self) -> str:
+        """All text of the user's turns, for comparing prompts."""
+        return "\n".join(str(t["content"]) for t in self.turns if t["role"] != "system")
+
+
+def located(sources: Sequence[TextSource]) -> list[TextSource]:
+    """Return files and rows, with downloaded files in place of hub data sets."""
+    result: list[TextSource] = []
+    for source in sources:
+        result += locate_data(source) if isinstance(source, str) else [source]
+    return result
+
+
+def open_tokenizer(model: ModelLike) -> Tokenizer:
+    with Checkpoint.open(model) as checkpoint:
+        return load_tokenizer(checkpoint.tokenizer_folder)
+
+
+def tokenized(
+    prompts: Sequence[PromptRow], tokenizer: Tokenizer, prefill: str
+) -> tuple[list[str], list[list[int]]]:
+    """Return each prompt as the model sees it, as text and as tokens. An empty one is an error."""
+    texts = [prompt_text(row.turns, tokenizer, prefill, row.where) for row in prompts]
+    tokens = prompt_tokens(texts, tokenizer)
+    for row, ids in zip(prompts, tokens, strict=True):
+        if not ids:
+            raise DataError(f"{row.where}: the prompt is empty, expected a question")
+    return texts, tokens
+
+
+def read_prompts(
+    rows: Iterable[TextRow], settings: PromptSettings, group_by: str | None = None
+) -> list[PromptRow]:
+    """Return all rows as prompts; a row without one is an error."""
+    return [read_prompt(row, settings, group_by) for row in rows]
+
+
+def read_prompt(row: TextRow, settings: PromptSettings, group_by: str | None = None) -> PromptRow:
+    fields = row_fields(row)
+    for name, column in settings.map.items():
+        if column not in fields:
+            raise DataError(
+                f"{row.where}: no column {column!r} for {name}{did_you_mean(column, fields)}",
+                hint=f'columns: {", ".join(fields)}; `map={{"{name}": COLUMN}}`',
+            )
+    named: dict[str, Any] = dict(fields)
+    for name, column in settings.map.items():
+        named[name] = fields[column]
+    for usual in ("prompt", "answer"):
+        present = [column for column in USUAL[usual] if column in named]
+        if present and usual not in named:
+            named[usual] = named[present[0]]
+    if "instruction" in named and isinstance(named.get("input"), str) and named["input"]:
+        named["prompt"] = f"{named['prompt']}\n\n{named['input']}"
+    turns, answer = _turns(named, row.where)
+    turns = _dressed(turns, named, settings)
+    solutions = [named[c] for c in USUAL["reference"] if isinstance(named.get(c), str)]
+    reference = answer or (solutions[0] if solutions else None)
+    group = str(named.get(group_by)) if group_by else file_of(row.where)
+    return PromptRow(row.where, turns, named, group, reference)
+
+
+def _turns(fields: Mapping[str, Any], where: str) -> tuple[tuple[Turn, ...], str | None]:
+    """Return the turns up to the last one of the user, and the answer that follows it."""
+    if "prompt" in fields:
+        return said(fields, "prompt", "user", where), None
+    for key in CONVERSATIONS:
+        if key not in fields:
+            continue
+        turns = turns_of(fields, key, where)
+        last = max((at for at, t in enumerate(turns) if t["role"] == "user"), default=None)
+        if last is None:
+            raise DataError(f"{where}: no turn of the user in {key!r}, expected at least one")
+        after = [str(t["content"]) for t in turns[last + 1 :] if t["role"] == "assistant"]
+        return turns[: last + 1], after[0] if after else None
+    raise DataError(
+        f"{where}: no prompt in a row with {', '.join(fields) or 'no columns'}",
+        hint='name its column: `map={"prompt": COLUMN}`',
+    )
+
+
+def _dressed(
+    turns: tuple[Turn, ...], fields: Mapping[str, Any], settings: PromptSettings
+) -> tuple[Turn, ...]:
+    """Put the last turn into the template, and add the system message."""
+    *before, last = turns
+    values = {**fields, "prompt": last["content"]}
+    if "choices" in values:
+        values["choices"] = lettered(values["choices"])
+
+    def filled(match: re.Match[str]) -> str:
+        value = values.get(match[1])
+        if match[2] is not None and isinstance(value, list) and int(match[2]) < len(value):
+            return str(value[int(match[2])])
+        # Other braces belong to the template, as in \boxed{}.
+        return match[0] if value is None or match[2] is not None else str(value)
+
+    said_last = {**last, "content": _PLACE.sub(filled, settings.template)}
+    system: list[Turn] = [{"role": "system", "content": settings.system}] if settings.system else []
+    return (*system, *before, said_last)
+
+
+def lettered(choices: Any) -> str:
+    """Format choices line by line, each with its letter: a list of texts, or {"label", "text"}
+    lists.
+    """
+    if isinstance(choices, Mapping) and {"label", "text"} <= choices.keys():
+        pairs = zip(choices["label"], choices["text"], strict=False)
+    elif isinstance(choices, list):
+        pairs = zip(ascii_uppercase, choices, strict=False)
+    else:
+        return str(choices)
+    return "\n".join(f"({letter}) {text}" for letter, text in pairs)
+
+
+# --- completions ----------------------------------------------------------------------------------
 
 COMPLETIONS_KIND: Final = "moemerge completions"
 COMPLETIONS_EDITION: Final = 2
@@ -138,7 +280,7 @@ def complete(
         begun = time.monotonic()
         progress.start("generating", len(missing), unit="completions")
         try:
-            for completion in engine.generate(missing, reused + len(missing)):
+            for completion in engine.generate(missing):
                 journal.add(prompts[completion.prompt], completion)
                 finished[completion.prompt, completion.sample] = completion
                 tokens_made += completion.tokens
@@ -166,17 +308,21 @@ def complete(
     return Generated(completions, reused, tokens_made, time.monotonic() - begun)
 
 
-def load_engine(make_engine: Callable[[], Engine]) -> Engine:
-    """Return the engine; a model that does not fit into memory is our error."""
-    try:
-        return make_engine()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ResourceError(
-            "the model does not fit into the free memory of its device",
-            hint='use `device="cpu"`, or fewer processes on the device',
-        ) from error
+# Settings that a completion depends on, besides its prompt and sample.
+_DECISIVE = ("temperature", "top_p", "top_k", "max_new_tokens", "stop", "seed", "engine", "dtype")
+
+
+def made_by(model: ModelLike, settings: GenerationSettings) -> dict[str, Any]:
+    """Return what all completions of one file have in common."""
+    with Checkpoint.open(model) as checkpoint:
+        fingerprint = checkpoint.fingerprint()
+    return {"model": fingerprint, **sampling_settings(settings)}
+
+
+def sampling_settings(settings: GenerationSettings) -> dict[str, Any]:
+    """Return `made_by` without the model, as JSON reads it back."""
+    values = {name: getattr(settings, name) for name in _DECISIVE}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -256,41 +402,3 @@ def count_answers(answers: Iterable[Answer]) -> Counts:
         failed=finishes[Finish.FAILED],
         grades=dict(grades.most_common()),
     )
-
-
-# --- engines --------------------------------------------------------------------------------------
-
-
-def engine_maker(
-    model: ModelLike,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: GenerationSettings,
-    progress: Progress,
-) -> Callable[[], Engine]:
-    """Check the settings, and return a function that loads or connects to the model."""
-    if settings.engine == "server":
-        check_urls(settings)
-        return lambda: ServerEngine(tokenizer, settings, progress)
-    if settings.url:
-        raise UsageError("`url` is for a server", hint='use `engine="server"`')
-    if settings.engine == "vllm":
-        check_installed()
-        return lambda: VllmEngine(model, tokenizer, settings)
-    return lambda: TransformersEngine(model, tokenizer, settings, progress)
-
-
-# Settings that a completion depends on, besides its prompt and sample.
-_DECISIVE = ("temperature", "top_p", "top_k", "max_new_tokens", "stop", "seed", "engine", "dtype")
-
-
-def made_by(model: ModelLike, settings: GenerationSettings) -> dict[str, Any]:
-    """Return what all completions of one file have in common."""
-    with Checkpoint.open(model) as checkpoint:
-        fingerprint = checkpoint.fingerprint()
-    return {"model": fingerprint, **sampling_settings(settings)}
-
-
-def sampling_settings(settings: GenerationSettings) -> dict[str, Any]:
-    """Return `made_by` without the model, as JSON reads it back."""
-    values = {name: getattr(settings, name) for name in _DECISIVE}
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
