@@ -35,7 +35,7 @@ from evidence.natural_table import Repaired, repaired_models  # noqa: E402
 from evidence.natural_table import accuracy as top1  # noqa: E402
 from moemerge.diagnosis.results import Swap  # noqa: E402
 from moemerge.diagnosis.verdict import WORTH, won_back  # noqa: E402
-from moemerge.lab.evaluation.significance import PairedTest, paired_t  # noqa: E402
+from moemerge.lab.significance import PairedTest, paired_t  # noqa: E402
 from tools import scale  # noqa: E402
 
 PAGES = (

@@ -16,7 +16,7 @@ from evidence.summary import (
     RowSummary,
     Summary,
 )
-from moemerge.lab.evaluation.significance import PairedTest
+from moemerge.lab.significance import PairedTest
 from moemerge.lab.study.tables import TextTable, p_value, percent, with_error
 
 SIGNIFICANT = 0.05

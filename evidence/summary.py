@@ -11,7 +11,7 @@ from typing import Any
 
 from evidence.cells import Cell, SetKey
 from evidence.packing import unpack
-from moemerge.lab.evaluation.significance import McNemar, Mean, PairedTest, mcnemar, mean, paired_t
+from moemerge.lab.significance import McNemar, Mean, PairedTest, mcnemar, mean, paired_t
 
 # The first group of rows in most tables, and row labels that verdicts refer to.
 REFERENCE = "reference"

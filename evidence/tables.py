@@ -24,7 +24,7 @@ from evidence.run import TableRequest, plan_tables
 from evidence.seed_tables import comparison_table, main_table
 from evidence.seed_tables import difference as seed_difference
 from evidence.summary import REFERENCE, RowSummary, Summary
-from moemerge.lab.evaluation.significance import paired_t
+from moemerge.lab.significance import paired_t
 from moemerge.lab.study.tables import TextTable, with_error
 
 MERGES = {"two": "{}(math,code)", "three": "{}(chat,math,code)"}

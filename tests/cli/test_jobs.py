@@ -5,7 +5,7 @@ import json
 import pytest
 
 import zoo
-from lab.evaluation.cases import write_task
+from lab.evaluation_cases import write_task
 from moemerge import api
 from moemerge.lab.testbed import bundled_set
 from moemerge.lab.testbed.tasks import problems

@@ -95,7 +95,7 @@ def test_a_family_of_ones_own_is_known(plugin, zoo_folder, tmp_path):
 
 
 def test_a_function_of_a_plugin_judges(plugin):
-    from moemerge.lab.verification.verifiers import make_verifier
+    from moemerge.lab.verify import make_verifier
 
     moemerge("ls", "methods", "--plugin", plugin)
     verifier = make_verifier(f"{plugin.stem}:is_short")

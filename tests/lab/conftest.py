@@ -1,4 +1,4 @@
-"""A tokenizer of numbers, which the zoo's models (128 tokens) can read."""
+"""A tokenizer of numbers, which the zoo's models (128 tokens) can read; the bundled specialists."""
 
 import shutil
 
@@ -6,6 +6,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from moemerge.lab.testbed import bundled_set
+from moemerge.lab.testbed.tasks import problems
 from zoo import VOCAB
 
 
@@ -32,3 +34,13 @@ def with_tokenizer(zoo_folder, tmp_path_factory):
         return path
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def specialists():
+    return dict(bundled_set().models)
+
+
+@pytest.fixture(scope="session")
+def sums():
+    return problems("math", split="test", count=40, seed=11)

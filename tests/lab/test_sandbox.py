@@ -14,9 +14,9 @@ import pytest
 from lab.hostile import HOSTILE
 from moemerge.errors import UsageError
 from moemerge.lab import sandbox
+from moemerge.lab.judgement import Grade, Judgement
+from moemerge.lab.programs import CodeVerifier
 from moemerge.lab.sandbox import MIB, Limits
-from moemerge.lab.verification.code_checks import CodeVerifier
-from moemerge.lab.verification.judgement import Grade, Judgement
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=1.5, memory=512 * MIB)
 ROW = {"tests": "assert double(2) == 4"}

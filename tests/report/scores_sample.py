@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moemerge.lab.evaluation.report import EvaluationReport, TaskScores, compare_models
+from moemerge.lab.scores import EvaluationReport, TaskScores, compare_models
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 MODELS = ("merged", "calibrated", "average-of-three")

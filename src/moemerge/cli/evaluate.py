@@ -11,20 +11,20 @@ from rich.text import Text
 from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import Reporting, verb
 from moemerge.cli.render import NumberTable, facts
+from moemerge.config.evaluation_settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.lab import api as lab_api
-from moemerge.lab.evaluation.settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.runtime.formatting import short, with_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moemerge.lab.evaluation.report import (
+    from moemerge.lab.scores import (
         EvaluationReport,
         MeanScore,
         PairedDifference,
         ResultRow,
     )
-    from moemerge.lab.evaluation.text_losses import LossDifference, TextPerplexity
+    from moemerge.lab.text_losses import LossDifference, TextPerplexity
 
 EXAMPLES = """
   moemerge evaluate merged/ calibrated/ --task gsm8k --task math500 \\

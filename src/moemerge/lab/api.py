@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from moemerge.api import Files, files_of, uploaded
 from moemerge.checkpoint.locate import is_local
+from moemerge.config.evaluation_settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.config.models import ModelLike
 from moemerge.config.settings import output_for, settings_for, with_keywords
 from moemerge.config.text_settings import DataSettings, GenerationSettings
 from moemerge.errors import MoeMergeError
-from moemerge.lab.evaluation.settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.lab.tuning.settings import TuningOutputSettings, TuningSettings
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.ranks import leads
@@ -20,7 +20,7 @@ from moemerge.text.rows import check_files
 
 if TYPE_CHECKING:
     from moemerge.lab.data.run import DataReport
-    from moemerge.lab.evaluation.report import EvaluationReport
+    from moemerge.lab.scores import EvaluationReport
     from moemerge.lab.tuning.output import TuningReport
 
 
@@ -111,8 +111,8 @@ def evaluate(
     files of problems by task, which replace those of the task. `rescore` judges the answers in
     `out` again, without any model; `models` may then be empty, for all of them.
     """
-    from moemerge.lab.evaluation.job import EvaluationRequest
-    from moemerge.lab.evaluation.run import run_evaluation
+    from moemerge.lab.benchmarks import EvaluationRequest
+    from moemerge.lab.evaluate import run_evaluation
 
     output, values = output_for(EvaluationOutputSettings, keywords, "evaluate")
     request = EvaluationRequest(

@@ -125,7 +125,7 @@ def engine_maker(
     if settings.url:
         raise UsageError("`url` is for a server", hint='use `engine="server"`')
     if settings.engine == "vllm":
-        _require_package("vllm", "vllm")
+        _require_package("vllm", 'pip install "moemerge[vllm]"')
         return lambda: VllmEngine(model, settings)
     return lambda: TransformersEngine(model, tokenizer, settings)
 
@@ -143,12 +143,9 @@ def load_engine(make_engine: Callable[[], Engine]) -> Engine:
         ) from error
 
 
-def _require_package(name: str, extra: str) -> None:
+def _require_package(name: str, hint: str) -> None:
     if importlib.util.find_spec(name) is None:
-        raise UsageError(
-            f"this engine needs the package {name}, which is not installed",
-            hint=f'pip install "moemerge[{extra}]"',
-        )
+        raise UsageError(f"this engine needs the package {name}, which is not installed", hint=hint)
 
 
 # --- transformers ---------------------------------------------------------------------------------
@@ -435,7 +432,7 @@ def check_urls(settings: GenerationSettings) -> None:
     for url in settings.url:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"`url` is {public_url(url)}, expected http://HOST:PORT/v1")
-    _require_package("openai", "server")
+    _require_package("openai", 'pip install "moemerge[server]"')
 
 
 @dataclass

@@ -20,8 +20,8 @@ from moemerge.config.models import ModelLike
 from moemerge.config.text_settings import GenerationSettings, PromptSettings
 from moemerge.errors import DataError, MoeMergeError, ResourceError
 from moemerge.lab.engines import Completion, CompletionRequest, Engine, Finish, load_engine
-from moemerge.lab.verification.judgement import Judgement, Verifier
-from moemerge.lab.verification.verifiers import check_all
+from moemerge.lab.judgement import Judgement, Verifier
+from moemerge.lab.verify import check_all
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import is_out_of_memory
 from moemerge.runtime.journals import LineStore, OtherRunError

@@ -35,8 +35,8 @@ from moemerge.lab.generate import (
     open_tokenizer,
     tokenized,
 )
-from moemerge.lab.verification.judgement import Verifier
-from moemerge.lab.verification.verifiers import CachedVerifier, check_rows, make_verifier
+from moemerge.lab.judgement import Verifier
+from moemerge.lab.verify import CachedVerifier, check_rows, make_verifier
 from moemerge.runtime.journals import completions_path, judgements_path
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.rows import write_rows

@@ -17,13 +17,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from moemerge.config.evaluation_settings import EvaluationSettings
 from moemerge.errors import UsageError
-from moemerge.lab.evaluation.report import PairedDifference, ResultRow, TaskScores, compare_models
-from moemerge.lab.evaluation.settings import EvaluationSettings
-from moemerge.lab.evaluation.significance import Mean, PairedTest, mean, paired_t
-from moemerge.lab.evaluation.text_losses import LossDifference, compare_losses
+from moemerge.lab.scores import PairedDifference, ResultRow, TaskScores, compare_models
+from moemerge.lab.significance import Mean, PairedTest, mean, paired_t
 from moemerge.lab.study.plan import REFERENCE, Command, Row, Table
 from moemerge.lab.study.settings import BASE
+from moemerge.lab.text_losses import LossDifference, compare_losses
 from moemerge.runtime.files import write_whole
 from moemerge.runtime.formatting import perplexity
 from moemerge.runtime.formatting import with_error as in_nats

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from moemerge.lab.evaluation.significance import (
+from moemerge.lab.generate import Counts
+from moemerge.lab.significance import (
     ALPHA,
     Array,
     McNemar,
@@ -23,8 +24,7 @@ from moemerge.lab.evaluation.significance import (
     weighted,
     weighted_mean,
 )
-from moemerge.lab.evaluation.text_losses import TextPerplexity, text_headline
-from moemerge.lab.generate import Counts
+from moemerge.lab.text_losses import TextPerplexity, text_headline
 from moemerge.runtime.formatting import LEAST_P, p_value
 
 OVERALL: Final = "overall"

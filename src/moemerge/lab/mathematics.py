@@ -12,8 +12,8 @@ from fractions import Fraction
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
-from moemerge.lab.verification.judgement import RIGHT, Fields, Grade, Judgement, Verifier
-from moemerge.lab.verification.workers import WorkerPool
+from moemerge.lab.checkers import WorkerPool
+from moemerge.lab.judgement import RIGHT, Fields, Grade, Judgement, Verifier
 
 _NAMES: Final = {
     "mm": "mm millimeter millimetre",

@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("lm_eval")
 
 from moemerge.errors import DataError
-from moemerge.lab.verification.judgement import Grade
-from moemerge.lab.verification.verifiers import InstructionsVerifier
+from moemerge.lab.judgement import Grade
+from moemerge.lab.verify import InstructionsVerifier
 
 
 @pytest.fixture(scope="module")

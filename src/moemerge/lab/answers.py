@@ -24,9 +24,8 @@ import numpy as np
 from moemerge.config.models import ModelLike
 from moemerge.config.text_settings import GenerationSettings
 from moemerge.errors import DataError
+from moemerge.lab.benchmarks import EvaluationJob, PosedTask, generation_settings
 from moemerge.lab.engines import Completion, engine_maker
-from moemerge.lab.evaluation.job import EvaluationJob, PosedTask, generation_settings
-from moemerge.lab.evaluation.significance import Array
 from moemerge.lab.generate import (
     Answer,
     CompletionJournal,
@@ -40,8 +39,9 @@ from moemerge.lab.generate import (
     sampling_settings,
     tokenized,
 )
-from moemerge.lab.verification.judgement import Verifier
-from moemerge.lab.verification.verifiers import CachedVerifier, check_rows, make_verifier
+from moemerge.lab.judgement import Verifier
+from moemerge.lab.significance import Array
+from moemerge.lab.verify import CachedVerifier, check_rows, make_verifier
 from moemerge.runtime.files import make_folder, read_object, write_whole
 from moemerge.runtime.formatting import display_names
 from moemerge.runtime.progress import Progress, counted
@@ -319,7 +319,7 @@ class ScoredTask:
 
 
 @contextmanager
-def opened_verifiers(job: EvaluationJob, progress: Progress) -> Iterator[dict[str, Verifier]]:
+def opened_verifiers(job: EvaluationJob) -> Iterator[dict[str, Verifier]]:
     """Open the verifiers of all tasks by name, and refuse rows that they cannot judge."""
     made: dict[str, Verifier] = {}
     with ExitStack() as stack:

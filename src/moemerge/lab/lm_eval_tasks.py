@@ -19,11 +19,11 @@ from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelLike
 from moemerge.config.text_settings import EngineSettings, GenerationSettings
 from moemerge.errors import DataError, UsageError
+from moemerge.lab.answers import CompletionIndex
+from moemerge.lab.benchmarks import TASK_SUFFIXES, EvaluationJob
 from moemerge.lab.engines import Likelihood, TransformersEngine, engine_maker
-from moemerge.lab.evaluation.answers import CompletionIndex
-from moemerge.lab.evaluation.job import TASK_SUFFIXES, EvaluationJob
-from moemerge.lab.evaluation.report import TaskScores
 from moemerge.lab.generate import complete, open_tokenizer
+from moemerge.lab.scores import TaskScores
 from moemerge.runtime.progress import Progress
 from moemerge.text.templates import has_template
 

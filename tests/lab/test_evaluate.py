@@ -8,11 +8,11 @@ import pytest
 
 import moemerge
 from evidence.scoring import accuracy
-from lab.evaluation.cases import GREEDY, kept_answers, run, write_task
+from lab.evaluation_cases import GREEDY, kept_answers, run, write_task
 from moemerge.errors import DataError, ResourceError
 from moemerge.lab.engines import TransformersEngine
-from moemerge.lab.evaluation.page import page_document
 from moemerge.lab.pages import render_scores
+from moemerge.lab.score_pages import page_document
 from moemerge.lab.testbed import bundled_set
 from moemerge.lab.testbed.tasks import problems
 from zoo import Notes
@@ -36,7 +36,7 @@ def test_scores_are_those_of_the_testbed_problem_by_problem(specialists, sums, t
 
 def test_programs_are_scored_as_in_the_testbed(specialists, tmp_path):
     asked = problems("code", split="test", count=16, seed=5)
-    task = write_task(tmp_path, asked, verify="lab.evaluation.cases:as_the_testbed")
+    task = write_task(tmp_path, asked, verify="lab.evaluation_cases:as_the_testbed")
     models = list(specialists.values())
     report = run(models, [task], tmp_path / "out")
     right = [accuracy(model, asked, device="cpu") for model in models]
@@ -79,7 +79,7 @@ def test_what_could_not_be_made_or_judged_counts_as_wrong_and_is_told(specialist
     report = run([specialists["math"]], [task], tmp_path / "out")
     assert report.tasks[0].scores[0, 1] == 0
     assert "1 completion could not be made, counted as wrong" in report.notices[0]
-    task = write_task(tmp_path, sums[:3], name="riddles", verify="lab.evaluation.cases:cannot_tell")
+    task = write_task(tmp_path, sums[:3], name="riddles", verify="lab.evaluation_cases:cannot_tell")
     report = run([specialists["math"]], [task], tmp_path / "out")
     assert report.tasks[0].scores.tolist() == [[0, 0, 0]]
     assert report.notices == ("math, riddles: 3 answers undecided, counted as wrong",)

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from moemerge.errors import DataError, UsageError
-from moemerge.lab.verification.judgement import RIGHT, Grade, Judgement
-from moemerge.lab.verification.verifiers import (
+from moemerge.lab.judgement import RIGHT, Grade, Judgement
+from moemerge.lab.verify import (
     NAMES,
     CachedVerifier,
     ChoiceVerifier,
@@ -63,7 +63,7 @@ def test_a_choice_is_compared_by_its_letter():
 
 def test_a_function_of_the_users_own(tmp_path, monkeypatch):
     (tmp_path / "my_checks.py").write_text(
-        "from moemerge.lab.verification.judgement import Grade, Judgement\n"
+        "from moemerge.lab.judgement import Grade, Judgement\n"
         "def longer(row, response): return len(response) > row['length']\n"
         "def raises(row, response): return row['missing']\n"
         "def own(row, response): return Judgement(Grade.NO_ANSWER, 'mine')\n"

@@ -11,13 +11,13 @@ import pytest
 import zoo
 from collecting.cases import token_rows
 from forward.reference import row_losses
-from lab.evaluation.cases import request, run, write_task
+from lab.evaluation_cases import request, run, write_task
 from moemerge.errors import DataError, UsageError
 from moemerge.forward.losses import DocumentLosses
-from moemerge.lab.evaluation.job import prepare
-from moemerge.lab.evaluation.page import model_index
-from moemerge.lab.evaluation.text_losses import compare_losses
+from moemerge.lab.benchmarks import prepare
+from moemerge.lab.score_pages import model_index
 from moemerge.lab.testbed import bundled_set
+from moemerge.lab.text_losses import compare_losses
 from terminal import succeed
 
 
@@ -66,7 +66,7 @@ def test_it_is_the_loss_of_the_models(specialists, text, tmp_path):
 
 
 def test_it_is_shown_next_to_other_tasks(specialists, sums, text, tmp_path):
-    task = write_task(tmp_path / "tasks", sums[:3], verify="lab.evaluation.cases:as_the_testbed")
+    task = write_task(tmp_path / "tasks", sums[:3], verify="lab.evaluation_cases:as_the_testbed")
     result = succeed(
         "evaluate", specialists["math"], specialists["code"], "--task", task, "--task",
         "perplexity", "--data", f"plain={text}", "--samples", 1, "--temperature", 0, "--device",

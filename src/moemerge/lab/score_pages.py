@@ -12,10 +12,10 @@ from typing import Any, Final
 from moemerge.checkpoint.locate import is_hub_id
 from moemerge.checkpoint.model_card import CARD_NAME
 from moemerge.errors import DataError
+from moemerge.lab.answers import ScoredTask
 from moemerge.lab.engines import Finish
-from moemerge.lab.evaluation.answers import ScoredTask
-from moemerge.lab.evaluation.report import EvaluationReport
 from moemerge.lab.generate import Answer
+from moemerge.lab.scores import EvaluationReport
 from moemerge.runtime.checksums import update_checksum
 from moemerge.runtime.files import open_plain, write_whole
 from moemerge.runtime.progress import counted

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moemerge.lab.evaluation.significance import (
+from moemerge.lab.significance import (
     ALPHA,
     drawn_means,
     flipped_means,

@@ -1,7 +1,7 @@
 """Worker processes that run the checkers of other libraries, with a time limit per question.
 
 Such a library may hang, use much memory or print, and a time limit by signals works in the main
-thread only. So it runs in its own process (`python -m moemerge.lab.verification.workers CHECKER`),
+thread only. So it runs in its own process (`python -m moemerge.lab.checkers CHECKER`),
 which reads questions and writes answers as lines of JSON.
 """
 

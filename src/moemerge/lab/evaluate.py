@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from moemerge.checkpoint.model_card import report_bytes, report_document
+from moemerge.config.evaluation_settings import EvaluationSettings
 from moemerge.config.models import ModelLike
 from moemerge.errors import DataError
 from moemerge.families.opened import OpenModel, open_model
 from moemerge.forward.losses import DocumentLosses, NextTokenLoss
 from moemerge.forward.settings import StreamSettings, forward_dtype, logit_batch_tokens
 from moemerge.forward.stream import ModelStream
-from moemerge.lab.engines import public_url
-from moemerge.lab.evaluation.answers import (
+from moemerge.lab.answers import (
     AnswersByModel,
     ScoredTask,
     answer,
@@ -32,18 +32,18 @@ from moemerge.lab.evaluation.answers import (
     recall,
     remaining_work,
 )
-from moemerge.lab.evaluation.bridge import bridged_scores, load_lm_eval
-from moemerge.lab.evaluation.job import (
+from moemerge.lab.benchmarks import (
     EvaluationJob,
     EvaluationRequest,
     generation_settings,
     prepare,
 )
-from moemerge.lab.evaluation.page import check_cards, page_document, write_cards
-from moemerge.lab.evaluation.report import EvaluationReport, TaskScores, compare_models
-from moemerge.lab.evaluation.settings import EvaluationSettings
-from moemerge.lab.evaluation.text_losses import TextPerplexity, compare_losses
+from moemerge.lab.engines import public_url
+from moemerge.lab.lm_eval_tasks import bridged_scores, load_lm_eval
 from moemerge.lab.pages import write_scores_page
+from moemerge.lab.score_pages import check_cards, page_document, write_cards
+from moemerge.lab.scores import EvaluationReport, TaskScores, compare_models
+from moemerge.lab.text_losses import TextPerplexity, compare_losses
 from moemerge.repairs.card import earlier_report
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.files import make_folder, write_whole
@@ -73,7 +73,7 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
         )
     if request.output.card:
         check_cards({name: str(model) for name, model in job.models.items()})
-    with opened_verifiers(job, progress) as verifiers:
+    with opened_verifiers(job) as verifiers:
         answers = recall(job, progress) if request.output.rescore else _answered(job, progress)
         scored = judge_answers(job, verifiers, answers, progress)
     bridged = bridged_scores(job, *others, progress) if others else []

@@ -22,9 +22,8 @@ from string import ascii_uppercase
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
-from moemerge.lab.sandbox import Limits
-from moemerge.lab.verification.code_checks import CodeVerifier, Tests, row_tests
-from moemerge.lab.verification.judgement import (
+from moemerge.lab.checkers import WorkerPool
+from moemerge.lab.judgement import (
     RIGHT,
     ComputedOnce,
     Fields,
@@ -33,8 +32,9 @@ from moemerge.lab.verification.judgement import (
     Verifier,
     compare_texts,
 )
-from moemerge.lab.verification.mathematics import MathVerifier, text_answer
-from moemerge.lab.verification.workers import WorkerPool
+from moemerge.lab.mathematics import MathVerifier, text_answer
+from moemerge.lab.programs import CodeVerifier, Tests, row_tests
+from moemerge.lab.sandbox import Limits
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import cpu_count
 from moemerge.runtime.journals import LineStore

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import zoo
-from lab.evaluation.cases import run, write_task
+from lab.evaluation_cases import run, write_task
 from moemerge.errors import DataError, UsageError
-from moemerge.lab.evaluation.page import model_index, with_index
-from moemerge.lab.evaluation.report import EvaluationReport, TaskScores, compare_models
 from moemerge.lab.pages import render_scores
+from moemerge.lab.score_pages import model_index, with_index
+from moemerge.lab.scores import EvaluationReport, TaskScores, compare_models
 from report.scores_sample import HOSTILE, sample_page
 
 

@@ -8,10 +8,10 @@ pytest.importorskip("lm_eval")
 
 import zoo
 from evidence.scoring import accuracy
-from lab.evaluation.cases import request, run
+from lab.evaluation_cases import request, run
 from moemerge.errors import DataError, UsageError
-from moemerge.lab.evaluation.bridge import Bridge, language_model
-from moemerge.lab.evaluation.job import prepare
+from moemerge.lab.benchmarks import prepare
+from moemerge.lab.lm_eval_tasks import Bridge, language_model
 from moemerge.runtime.progress import Silent
 
 GENERATED = """

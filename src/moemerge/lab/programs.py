@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
-from moemerge.lab.sandbox import Limits, SandboxError, require_sandbox, run_confined
-from moemerge.lab.verification.judgement import (
+from moemerge.lab.judgement import (
     RIGHT,
     ComputedOnce,
     Fields,
@@ -19,6 +18,7 @@ from moemerge.lab.verification.judgement import (
     Judgement,
     Verifier,
 )
+from moemerge.lab.sandbox import Limits, SandboxError, require_sandbox, run_confined
 
 TESTS_HINT: Final = (
     "a row for code has 'tests' (a string or a list of asserts), or is one of HumanEval+ "

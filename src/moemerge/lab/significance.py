@@ -15,10 +15,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-# The continued fraction of the incomplete beta function converges in far fewer terms.
-_TERMS = 400
-_TINY = 1e-300
-
 
 @dataclass(frozen=True)
 class Mean:
@@ -90,50 +86,16 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
 
 def sign_test(gained: int, lost: int) -> float:
     """Two-sided exact binomial test of `gained` against `lost` at even odds."""
-    n, few = gained + lost, min(gained, lost)
-    if n == 0:
-        return 1.0
-    logs = [
-        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2)
-        for k in range(few + 1)
-    ]
-    return min(1.0, 2 * math.fsum(math.exp(value) for value in logs))
+    from scipy.stats import binomtest
+
+    return float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
 
 
 def student_two_sided(t: float, degrees: int) -> float:
-    """P(|T| ≥ |t|) of Student's distribution: I_x(ν/2, 1/2) at x = ν / (ν + t²)."""
-    return incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t))
+    """P(|T| ≥ |t|) of Student's distribution."""
+    from scipy.special import stdtr
 
-
-def incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), by its continued fraction."""
-    if x <= 0 or x >= 1:
-        return 0.0 if x <= 0 else 1.0
-    if x > (a + 1) / (a + b + 2):  # the fraction converges fast only on the other side
-        return 1 - incomplete_beta(b, a, 1 - x)
-    front = math.exp(
-        math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
-    )
-    # Lentz's algorithm: numerator and denominator of the convergents, rescaled at each term.
-    c, d = 1.0, _away(1 - (a + b) * x / (a + 1))
-    d = 1 / d
-    value = d
-    for m in range(1, _TERMS):
-        for step in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            d = 1 / _away(1 + step * d)
-            c = _away(1 + step / c)
-            value *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return front * value / a
-
-
-def _away(number: float) -> float:
-    """Return a value that is not zero: Lentz divides by it."""
-    return number if abs(number) > _TINY else _TINY
+    return float(2 * stdtr(degrees, -abs(t)))
 
 
 # --- by drawing again -----------------------------------------------------------------------------

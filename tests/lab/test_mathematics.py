@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 
 from moemerge.errors import DataError
-from moemerge.lab.verification.judgement import Grade
-from moemerge.lab.verification.mathematics import (
+from moemerge.lab.judgement import Grade
+from moemerge.lab.mathematics import (
     MathVerifier,
     compare_numbers,
     conflict,

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lab.evaluation.cases import request
+from lab.evaluation_cases import request
 from moemerge.errors import ConfigError
-from moemerge.lab.evaluation.job import find_task, prepare
-from moemerge.lab.verification.verifiers import make_verifier
+from moemerge.lab.benchmarks import find_task, prepare
+from moemerge.lab.verify import make_verifier
 
 ROWS = {
     "gsm8k": {"question": "How many?", "answer": "1 + 1 = 2\n#### 2"},

@@ -3,10 +3,10 @@
 import pytest
 
 from moemerge.errors import DataError, UsageError
+from moemerge.lab.judgement import Grade
+from moemerge.lab.programs import CodeVerifier, program_of, row_tests
 from moemerge.lab.sandbox import Limits
-from moemerge.lab.verification.code_checks import CodeVerifier, program_of, row_tests
-from moemerge.lab.verification.judgement import Grade
-from moemerge.lab.verification.verifiers import ThreeSecondsVerifier
+from moemerge.lab.verify import ThreeSecondsVerifier
 
 HUMANEVAL = {
     "task_id": "HumanEval/x",
