@@ -8,10 +8,10 @@ import pytest
 import typer
 
 from moemerge.cli.app import app
-from moemerge.config.evaluation_settings import load_task
 from moemerge.config.text_settings import DataRecipe
 from moemerge.errors import UsageError
 from moemerge.lab.benchmarks import find_task, task_names
+from moemerge.lab.settings import load_task
 from moemerge.lab.study.plan import check_study, load_study
 from moemerge.lab.study.settings import StudyConfig
 

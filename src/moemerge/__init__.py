@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from moemerge.api import validate as validate
     from moemerge.api import verify as verify
     from moemerge.checkpoint import Checkpoint as Checkpoint
-    from moemerge.config.evaluation_settings import EvaluationSettings as EvaluationSettings
     from moemerge.config.job_settings import CoefficientSettings as CoefficientSettings
     from moemerge.config.job_settings import CollectingSettings as CollectingSettings
     from moemerge.config.job_settings import ComposeSettings as ComposeSettings
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from moemerge.lab.api import evaluate as evaluate
     from moemerge.lab.api import make_data as make_data
     from moemerge.lab.api import tune as tune
+    from moemerge.lab.settings import EvaluationSettings as EvaluationSettings
     from moemerge.lab.study.run import study as study
     from moemerge.lab.study.settings import StudySettings as StudySettings
     from moemerge.lab.tuning.settings import TuningSettings as TuningSettings
@@ -83,7 +83,7 @@ _PUBLIC = {
         "ArchitectureError CheckpointError ConfigError DataError MoeMergeError NumericalError "
         "ResourceError TokenizerError UsageError"
     ),
-    "moemerge.config.evaluation_settings": "EvaluationSettings",
+    "moemerge.lab.settings": "EvaluationSettings",
     "moemerge.lab.study.settings": "StudySettings",
     "moemerge.lab.study.run": "study",
     "moemerge.lab.tuning.settings": "TuningSettings",

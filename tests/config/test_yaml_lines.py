@@ -5,11 +5,11 @@ import math
 import pytest
 
 import moemerge
-from moemerge.config.evaluation_settings import load_task
 from moemerge.config.stages import read_stages
 from moemerge.config.yaml_lines import dump_document, read_yaml
 from moemerge.conversion.compose import load_compose_config
 from moemerge.errors import ConfigError
+from moemerge.lab.settings import load_task
 from moemerge.lab.study.plan import load_study
 
 

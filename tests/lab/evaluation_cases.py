@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moemerge.config.evaluation_settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.config.faults import parse_settings
 from moemerge.lab.benchmarks import EvaluationRequest
 from moemerge.lab.evaluate import run_evaluation
 from moemerge.lab.scores import EvaluationReport
+from moemerge.lab.settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.lab.testbed.tasks import Problem, check
 from moemerge.runtime.progress import Silent
 

@@ -147,8 +147,8 @@ def test_an_engine_that_dies_loses_nothing(specialists, sums, tmp_path, monkeypa
     task, out = write_task(tmp_path, sums), tmp_path / "out"
     whole = TransformersEngine.generate
 
-    def dies(self, wanted, total):
-        made = whole(self, wanted, total)
+    def dies(self, wanted):
+        made = whole(self, wanted)
         for _ in range(7):
             yield next(made)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -162,7 +162,7 @@ def test_an_engine_that_dies_loses_nothing(specialists, sums, tmp_path, monkeypa
         patched.setattr(
             TransformersEngine,
             "generate",
-            lambda self, missing, total: wanted.extend(missing) or whole(self, missing, total),
+            lambda self, missing: wanted.extend(missing) or whole(self, missing),
         )
         resumed = run([specialists["math"]], [task], out)
     assert len(wanted) == 33

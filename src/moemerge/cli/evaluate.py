@@ -11,8 +11,8 @@ from rich.text import Text
 from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import Reporting, verb
 from moemerge.cli.render import NumberTable, facts
-from moemerge.config.evaluation_settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.lab import api as lab_api
+from moemerge.lab.settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.runtime.formatting import short, with_error
 
 if TYPE_CHECKING:

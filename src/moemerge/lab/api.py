@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from moemerge.api import Files, files_of, uploaded
 from moemerge.checkpoint.locate import is_local
-from moemerge.config.evaluation_settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.config.models import ModelLike
 from moemerge.config.settings import output_for, settings_for, with_keywords
 from moemerge.config.text_settings import DataSettings, GenerationSettings
 from moemerge.errors import MoeMergeError
+from moemerge.lab.settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.lab.tuning.settings import TuningOutputSettings, TuningSettings
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.ranks import leads

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from moemerge.config.evaluation_settings import (
+from moemerge.config.faults import parse_settings
+from moemerge.config.models import ModelLike
+from moemerge.config.text_settings import GenerationSettings
+from moemerge.errors import DataError, UsageError
+from moemerge.lab.generate import PromptRow, located, read_prompts
+from moemerge.lab.settings import (
     PERPLEXITY,
     EvaluationOutputSettings,
     EvaluationSettings,
     TaskSettings,
     load_task,
 )
-from moemerge.config.faults import parse_settings
-from moemerge.config.models import ModelLike
-from moemerge.config.text_settings import GenerationSettings
-from moemerge.errors import DataError, UsageError
-from moemerge.lab.generate import PromptRow, located, read_prompts
 from moemerge.registry import did_you_mean
 from moemerge.runtime.formatting import display_names
 from moemerge.runtime.outputs import check_name

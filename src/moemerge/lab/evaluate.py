@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from moemerge.checkpoint.model_card import report_bytes, report_document
-from moemerge.config.evaluation_settings import EvaluationSettings
 from moemerge.config.models import ModelLike
 from moemerge.errors import DataError
 from moemerge.families.opened import OpenModel, open_model
@@ -43,6 +42,7 @@ from moemerge.lab.lm_eval_tasks import bridged_scores, load_lm_eval
 from moemerge.lab.pages import write_scores_page
 from moemerge.lab.score_pages import check_cards, page_document, write_cards
 from moemerge.lab.scores import EvaluationReport, TaskScores, compare_models
+from moemerge.lab.settings import EvaluationSettings
 from moemerge.lab.text_losses import TextPerplexity, compare_losses
 from moemerge.repairs.card import earlier_report
 from moemerge.runtime.devices import resolve_device

@@ -19,7 +19,6 @@ from moemerge.api import check_config, method_schemas
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.locate import HUB_ID, hub_ids, is_local
 from moemerge.config.dump import plain_settings
-from moemerge.config.evaluation_settings import PERPLEXITY, EvaluationSettings
 from moemerge.config.faults import Fault, suggested
 from moemerge.config.fields import Strict
 from moemerge.config.job_settings import DiagnosisSettings
@@ -31,6 +30,7 @@ from moemerge.config.text_settings import DataRecipe, files_of
 from moemerge.config.yaml_lines import STUDY, Document, read_document, read_yaml, require_kind
 from moemerge.errors import ConfigError
 from moemerge.lab.benchmarks import TASK_SUFFIXES, BenchmarkTask, find_task
+from moemerge.lab.settings import PERPLEXITY, EvaluationSettings
 from moemerge.lab.study.settings import (
     AS_MERGED,
     AVERAGE,

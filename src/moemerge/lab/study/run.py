@@ -20,7 +20,6 @@ from typing import Any, Final
 
 from moemerge import api
 from moemerge.checkpoint.locate import locate_data
-from moemerge.config.evaluation_settings import PERPLEXITY
 from moemerge.config.faults import parse_settings
 from moemerge.config.job_settings import DiagnosisSettings
 from moemerge.config.repairs import RepairSettings
@@ -28,6 +27,7 @@ from moemerge.config.settings import settings_for, with_keywords
 from moemerge.config.text_settings import DataRecipe
 from moemerge.errors import MoeMergeError
 from moemerge.lab import api as lab_api
+from moemerge.lab.settings import PERPLEXITY
 from moemerge.lab.study.plan import Command, Study, in_order, plan_study
 from moemerge.lab.study.settings import BY_VERB, StudySettings
 from moemerge.lab.study.tables import Summary, require_matplotlib, summarise, write_report

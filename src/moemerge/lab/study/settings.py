@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from moemerge.config.evaluation_settings import PERPLEXITY, EvaluationSettings
 from moemerge.config.faults import Fault, FaultsError, listed, shown
 from moemerge.config.fields import (
     ChatTemplateField,
@@ -31,6 +30,7 @@ from moemerge.config.repairs import Repair, RepairBlock
 from moemerge.config.schema import REPAIRS, with_repairs
 from moemerge.config.settings import DEVICE, DeviceField, Flag, Seed
 from moemerge.config.text_settings import NamedTexts, Text, Texts
+from moemerge.lab.settings import PERPLEXITY, EvaluationSettings
 from moemerge.lab.tuning.settings import TuningSettings
 
 BASE = "base"  # the base's name among those of the sources

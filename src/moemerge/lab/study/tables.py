@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from moemerge.config.evaluation_settings import EvaluationSettings
 from moemerge.errors import UsageError
 from moemerge.lab.scores import PairedDifference, ResultRow, TaskScores, compare_models
+from moemerge.lab.settings import EvaluationSettings
 from moemerge.lab.significance import Mean, PairedTest, mean, paired_t
 from moemerge.lab.study.plan import REFERENCE, Command, Row, Table
 from moemerge.lab.study.settings import BASE
