@@ -334,29 +334,10 @@ def swapped() -> str:
     merges = markdown(("won back by swapped routers", "merges", "won back", "HARC closed"), rows)
     shares = [[getattr(one, name) for one in natural] for name in ("won_back", "closed")]
     error = statistics.fmean(abs(won - closed) for won, closed in zip(*shares, strict=True))
-    tests = [
-        ("HARC closes what swaps win back", statistics.correlation(*shares), error),
-        refit_rule(),
-    ]
     headings = ("on natural text", "correlation", "mean absolute error")
-    checks = [(text, f"{r:.2f}", f"{100 * e:.1f} points") for text, r, e in tests]
+    correlation = f"{statistics.correlation(*shares):.2f}"
+    checks = [("HARC closes what swaps win back", correlation, f"{100 * error:.1f} points")]
     return f"{merges}\n\n{markdown(headings, checks)}"
-
-
-def refit_rule() -> tuple[str, float, float]:
-    """Return what closed-form refit leaves, and how that predicts merges of other models."""
-    olmoe, qwen3 = (
-        prediction.refitted(DATA / "natural.jsonl.xz", kind)
-        for kind in (prediction.OLMOE, prediction.QWEN3)
-    )
-    left = prediction.left_by_refit(olmoe)
-    pairs = [(one.expected(left), one.closed) for one in qwen3]
-    words = (
-        f"refit leaves {100 * left:.0f} % of the average's gap "
-        f"({len(olmoe)} OLMoE merges fitted, {len(qwen3)} of Qwen3-MoE tested)"
-    )
-    error = statistics.fmean(abs(x - y) for x, y in pairs)
-    return words, statistics.correlation(*zip(*pairs, strict=True)), error
 
 
 def unseen_closed(regime: str, repair: str) -> list[float]:
@@ -804,40 +785,39 @@ def choices() -> str:
 
 
 def synthetic_closed(regime: str, repair: str) -> dict[str, float]:
-    """Return the percentage of the gap to the specialists that a repair closes, by merge."""
-    table = f"two-{regime}"
-    whole = accuracy(table, "reference", "specialists")
-    refitted = {
-        one.title: statistics.fmean(one.refit.mean) for one in measured("two", regime).values()
-    }
-    variant = {"averaged routers": "routers averaged", "HARC": "HARC"}
+    """Return the percentage of the gap to the specialists that a repair closes, by merge.
+
+    All two-model merges that were measured on five seeds; fine-tuning is the best of four runs.
+    """
+    cells = tables.read_cells(CELLS, regime)
+
+    def solved(name: str) -> float | None:
+        found = tables.measured(cells, tables.SEEDS, name)
+        return None if found is None else statistics.fmean(found.mean)
+
+    whole = solved("specialists(math,code)")
+    assert whole is not None
     found = {}
-    for merge in SHOWN_MERGES:
-        merged = accuracy(table, merge, "as merged")
-        value = refitted[merge] if repair == "refit" else accuracy(table, merge, variant[repair])
-        assert whole is not None
-        assert merged is not None
-        if value is not None:
-            found[merge] = 100.0 * (value - merged) / (whole - merged)
+    for method, recipe in EVERY.items():
+        name = tables.MERGES["two"].format(method)
+        suffix = SYNTHETIC[repair].format(average=tables.MERGES["two"].format("average"))
+        merged, repaired = solved(name), solved(name + suffix)
+        if merged is not None and repaired is not None:
+            found[recipe.title] = 100.0 * (repaired - merged) / (whole - merged)
     return found
 
 
 def results() -> str:
     """Return the range over merge methods of the gap that each repair closes."""
-    tuned = {"fine-tuning": "fine-tuned, best of four"}
     rows = []
     for repair in LABELS:
-        cells = [
-            spread([*closed(run, repair).values(), *unseen_closed(regime, repair)])
-            for run, regime in (("A", "mild"), ("B", "strong"))
-        ]
+        cells = []
+        for run, regime in (("A", "mild"), ("B", "strong")):
+            shares = [*closed(run, repair).values(), *unseen_closed(regime, repair)]
+            cells.append(f"{spread(shares)} ({len(shares)})" if shares else "")
         for regime in ("plain", "soft"):
-            if repair in SERIES:
-                cells.append(spread(synthetic_closed(regime, repair).values()))
-            elif repair in tuned:
-                cells.append(spread([tuned_closed(regime, tuned[repair])]))
-            else:
-                cells.append("")
+            found = synthetic_closed(regime, repair) if repair in SYNTHETIC else {}
+            cells.append(f"{spread(found.values())} ({len(found)})" if found else "")
         rows.append((LABELS.get(repair, repair), *cells))
     headings = (
         "gap to the sources closed by",
@@ -863,6 +843,13 @@ def gains() -> str:
     return "\n".join(sentences)
 
 
+# What a repair of the results adds to the name of a cell.
+SYNTHETIC = {
+    "averaged routers": tables.REPAIRS["routers averaged"],
+    "HARC": tables.REPAIRS["HARC"],
+    "refit": tables.REPAIRS[tables.REFIT],
+    "fine-tuning": tables.REPAIRS["fine-tuned, best of four"],
+}
 LABELS = {
     "averaged routers": "averaging the routers (no text)",
     "HARC": "`calibrate` (HARC)",
@@ -871,18 +858,6 @@ LABELS = {
     "fine-tuning": "fine-tuning on the same text",
     "distillation": "`distill`",
 }
-
-
-def tuned_closed(regime: str, label: str) -> float:
-    """Return the percentage of the gap that fine-tuning of the weight average closes."""
-    cells = tables.read_cells(CELLS, regime)
-    merge = tables.MERGES["two"]
-    merged, tuned = (
-        float(tables.columns_of(cells, merge, "average", name)[0]) for name in ("as merged", label)
-    )
-    whole = accuracy(f"two-{regime}", "reference", "specialists")
-    assert whole is not None
-    return 100.0 * (tuned - merged) / (whole - merged)
 
 
 def spread(values: Any) -> str:

@@ -7,19 +7,13 @@ natural text, and tested on Qwen3-MoE.
 
 from __future__ import annotations
 
-import json
-import lzma
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from evidence.methods import EVERY
-from evidence.natural_table import repaired_models
 from evidence.tables import MERGES, REGIMES, VARIANTS, Cell, read_cells
 from moemerge.diagnosis.advice import CALIBRATION, Expected
 
@@ -99,48 +93,6 @@ def tested(found: Sequence[Merge], share: Callable[[Merge], float]) -> Tested:
         statistics.fmean(abs(mean - y) for _, y in pairs),
         statistics.fmean(e.low <= y <= e.high for e, y in pairs),
     )
-
-
-@dataclass(frozen=True)
-class Refitted:
-    """A merge of natural-text models after closed-form refit."""
-
-    gap: float  # of the merge to the specialists, in nats
-    average: float  # of the plain average of the same specialists
-    closed: float  # share of `gap`
-
-    def expected(self, left: float) -> float:
-        """Return what refit closes if it always leaves `left` of the average's gap."""
-        return 1 - left * self.average / self.gap
-
-
-OLMOE, QWEN3 = "s", "q"  # first letters of the sets' names
-
-
-def refitted(path: Path, architecture: str) -> list[Refitted]:
-    """Return all recorded merges of the sets of one architecture."""
-    measured: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    with lzma.open(path, "rt", encoding="utf-8") as file:
-        for line in map(json.loads, file):
-            measured[line["set"], line["regime"]].append(line)
-    found = []
-    for (name, _), lines in measured.items():
-        rows = {row.model: row for row in repaired_models(lines)}
-        if name.startswith(architecture) and "linear" in rows:
-            average = rows["linear"].gap
-            for model, row in rows.items():
-                merge, _, repair = model.partition("+")
-                if repair.partition(":")[0] == "refit" and "+" not in repair and "@" not in merge:
-                    found.append(Refitted(row.gap, average, row.closed))
-    return found
-
-
-def left_by_refit(found: Sequence[Refitted]) -> float:
-    """Return the share of the average's gap that predicts `closed` with the least mean error."""
-    shares = sorted(((1 - one.closed) * one.gap / one.average, one) for one in found)
-    weights = [one.average / one.gap for _, one in shares]
-    half = sum(weights) / 2
-    return next(x for (x, _), sum_ in zip(shares, accumulate(weights), strict=True) if sum_ >= half)
 
 
 # --- the figure -----------------------------------------------------------------------------------

@@ -10,21 +10,15 @@ from evidence import swaps
 from evidence.natural_table import TokenTexts, difference, repaired_models
 from evidence.prediction import (
     FITTED_SEEDS,
-    OLMOE,
-    QWEN3,
     Merge,
-    Refitted,
     bands,
     expected,
-    left_by_refit,
     merges,
-    refitted,
 )
 from evidence.prediction import tested as on_other_seeds
 from moemerge.diagnosis.advice import (
     CALIBRATION,
     REFIT,
-    REFIT_LEAVES,
     SHORTFALL,
     expected_by_swaps,
     expected_of_calibration,
@@ -44,19 +38,6 @@ def test_the_advice_has_the_numbers_of_the_fit():
     # Every merge of the paper's six methods and all others, with a gap worth closing.
     assert {one.regime for one in found} == {"soft", "plain"}
     assert len(found) == 840
-
-
-def test_refit_leaves_a_share_of_the_gap_of_the_average():
-    # Of an average gap of 0.1, 0.06, 0.05 and 0.05 are left; the badly merged model counts least.
-    found = [Refitted(0.1, 0.1, 0.4), Refitted(0.2, 0.1, 0.75), Refitted(1.0, 0.1, 0.95)]
-    assert left_by_refit(found) == pytest.approx(0.6)
-    assert found[2].expected(0.6) == pytest.approx(0.94)
-    recorded = CELLS.with_name("natural.jsonl.xz")
-    assert round(left_by_refit(refitted(recorded, OLMOE)), 2) == REFIT_LEAVES
-    others = refitted(recorded, QWEN3)
-    errors = [abs(one.expected(REFIT_LEAVES) - one.closed) for one in others]
-    assert len(others) == 23
-    assert sum(errors) / len(errors) < 0.07
 
 
 def test_brackets_and_words_that_are_completed():
