@@ -276,10 +276,13 @@ def make(options: argparse.Namespace) -> None:
     out, tasks, device = options.out, options.tasks, options.device
     out.mkdir(parents=True, exist_ok=True)
     found = documents(options.text)
-    held = [{"text": d["t"][:4000]} for d in found if d["d"] == "general" and d["s"] != "train"]
-    random.Random("general").shuffle(held)
-    write(out / "general-test.jsonl", held[:120])
-    write(out / "base.jsonl", held[120 : 120 + CALIBRATION_ROWS])
+    general = [one for one in found if one["d"] == "general"]
+    held = random.Random("general").sample(general, min(len(general) // 2, 120 + CALIBRATION_ROWS))
+    for one in held:
+        one["s"] = "held out"
+    held_rows = [{"text": one["t"][:4000]} for one in held]
+    write(out / "general-test.jsonl", held_rows[:120])
+    write(out / "base.jsonl", held_rows[120:])
     write(out / "instructions-test.jsonl", tasks_rows.instruction_rows(tasks)[:CALIBRATION_ROWS])
     rows = {domain: tasks_rows.training_rows(tasks, domain) for domain in DOMAINS}
     for domain, own in rows.items():
