@@ -214,6 +214,9 @@ UNSEEN_REPAIRS = {
     "refit+distill-base": "refit, then distill with the base",
     "gradient+distill-base": "gradient refit, then distill with the base",
 }
+# Sets in which its own loss chose the rate and the steps of fine-tuning, not the KL to the sources.
+OWN_LOSS = ("s5",)
+TUNED_BY_KL = "fine-tuning with the base, chosen by the KL"
 # The rows of the results of `LABELS`.
 UNSEEN_KINDS = {
     "HARC": {"harc"},
@@ -344,7 +347,8 @@ def unseen_closed(regime: str, repair: str) -> list[float]:
     """Return the percentages of the gap that a repair closes, over all sets and merges."""
     kinds = UNSEEN_KINDS.get(repair, set())
     found = []
-    for name in dict.fromkeys(one for one, _ in natural_sets()):
+    names = dict.fromkeys(one for one, _ in natural_sets())
+    for name in OWN_LOSS if repair == "fine-tuning" else names:
         for row in unseen(name, regime).values():
             merge, _, repairs = row.model.partition("+")
             if "@" not in merge and without_options(repairs) in kinds:
@@ -401,7 +405,7 @@ QWEN3_REPAIRS = {
     "refit": f"refit{QWEN3_ROWS}",
     "refit with the base": f"refit-base{QWEN3_ROWS}",
     "gradient refit": f"gradient{QWEN3_ROWS}",
-    "fine-tuning with the base": f"tuned-base{QWEN3_ROWS}",
+    TUNED_BY_KL: f"tuned-base{QWEN3_ROWS}",
     "distill with the base": f"distill-base{QWEN3_ROWS}",
     "refit, then distill with the base": f"refit{QWEN3_ROWS}+distill-base{QWEN3_ROWS}",
 }
@@ -418,7 +422,7 @@ LENGTH_REPAIRS = (
     "HARC",
     "refit",
     "gradient refit",
-    "fine-tuning with the base",
+    TUNED_BY_KL,
     "distill with the base",
     "refit, then distill with the base",
 )

@@ -41,14 +41,12 @@ CALIBRATION: Final = {
     math.inf: Expected(0.55, 0.39, 0.78),
 }
 REFIT: Final = Expected(0.77, 0.60, 0.90)  # in closed form, synthetic specialists
-# Of the gap of the sources' plain average, whichever merge was refitted (`evidence/prediction.py`).
-REFIT_LEAVES: Final = 0.57
 # By how much less calibration closed than the sources' routers won back (`evidence/swaps.py`).
 SHORTFALL: Final = Expected(0.09, 0.04, 0.19)
 # What is known of merges on natural text (docs/evidence.md).
 NATURAL: Final = {
     "refit --solver gradient": "52% to 101% on natural text",
-    "refit": f"about {1 - REFIT_LEAVES:.0%} of the plain average's on natural text",
+    "refit": "-1% to 96% on natural text",
     "distill": "27% to 97% on natural text",
     "calibrate": "at most 14% on natural text",
 }
