@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Programs that pages also name, with flags of their own.
 OTHERS = re.compile(
-    r"(torchrun|accelerate|pip|make|python|git|srun|pytest|\.venv/bin/|mkdocs|vllm|#SBATCH|scontrol|ruff|benchmarks/)"
+    r"(torchrun|docker|accelerate|pip|make|python|git|srun|pytest|\.venv/bin/|mkdocs|vllm|#SBATCH|scontrol|ruff|benchmarks/)"
 )
 
 # Pages that speak of flags of scripts outside of the package.

@@ -12,7 +12,6 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-import moemerge.cli
 import quantised_zoo as qz
 import zoo
 from moemerge.cli.app import app
@@ -89,10 +88,6 @@ def scratch(models, tmp_path, monkeypatch):
         write_text(tmp_path / f"{name}.jsonl", seed=seed, rows=12)
     shutil.copytree(models["math"], tmp_path / "merged")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    shutil.copytree(ROOT / "examples" / "rescale", tmp_path / "src" / "moemerge")
-    for package in (moemerge, moemerge.cli):  # where the example of a job adds modules
-        added = tmp_path / "src" / package.__name__.replace(".", "/")
-        monkeypatch.setattr(package, "__path__", [*package.__path__, str(added)])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -119,8 +114,6 @@ def remove(out):
 def run(words):
     if words[0] in WRITES:
         remove(words[WRITES[words[0]]].rstrip("/"))
-    if words[0] not in VERBS and importlib.util.find_spec(f"moemerge.cli.{words[0]}"):
-        importlib.import_module(f"moemerge.cli.{words[0]}")  # adds it to `app`
     if "--verify" in words:  # checks a folder that moemerge has written
         remove(words[1].rstrip("/"))
         run(["swap-routers", "base", "--from", "math", words[1]])
