@@ -27,7 +27,7 @@ def test_a_table_on_stdout_and_a_line_for_each_layer_on_stderr(case, tmp_path):
     assert ", 3 converged" in result.stdout
     base, start, *layers = result.stderr.splitlines()
     assert base.startswith("no source is the base model")
-    assert start.startswith("calibration reads ")
+    assert start.startswith("calibrate reads ")
     assert [line[:7] for line in layers] == ["layer 0", "layer 1", "layer 2"]
 
 

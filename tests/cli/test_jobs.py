@@ -6,7 +6,7 @@ import pytest
 
 import zoo
 from lab.evaluation_cases import write_task
-from moemerge import api
+from moemerge.lab import api as lab_api
 from moemerge.lab.testbed import bundled_set
 from moemerge.lab.testbed.tasks import problems
 from moemerge.statistics import Statistics
@@ -116,7 +116,7 @@ def test_each_model_completes_each_prompt(tmp_path):
     assert not (tmp_path / "b").exists()
     for file in out.glob("tokenizer*"):
         file.unlink()
-    assert "could not run" in api.sample({"OUT": out}, ["hello"])["OUT"][0]
+    assert "could not run" in lab_api.sample({"OUT": out}, ["hello"])["OUT"][0]
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_what_is_not_read_of_the_text_is_told(case, tmp_path):
     flags = ("--data", text, "--device", "cpu", "--max-length", "3")
     result = moemerge("stats", folder, tmp_path / "a.stats", *flags)
     assert "respnse" in result.stderr
-    assert "2 of 2 rows longer than --max-length, 3 tokens" in result.stderr
+    assert "2 of 2 rows longer than `max_length`, 3 tokens" in result.stderr
     quiet = moemerge("stats", folder, tmp_path / "b.stats", *flags, "-q")
     assert (quiet.exit_code, quiet.output) == (0, "")
     assert (tmp_path / "a.stats").read_bytes() == (tmp_path / "b.stats").read_bytes()
