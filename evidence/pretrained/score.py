@@ -21,11 +21,12 @@ from torch.nn.functional import cross_entropy
 from evidence.pretrained.make import chat
 from evidence.pretrained.rows import DOMAINS, Problem, Question, problems, questions
 
-BATCH_TOKENS = 65_536
+BATCH_TOKENS = 65_536  # of a forward pass
+BATCH_ANSWERS = 1024  # generated together
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 MOST_BOOLQ = 1000
 MOST_TOKENS = {"gsm8k": 220, "arithmetic": 80, "trace": 60}  # of an answer
-LEFT_OUT = {"general": 1024}  # tokens at which a document is cut
+MOST_OF_DOCUMENT = 1024  # tokens at which it is cut
 
 
 @torch.no_grad()
@@ -99,9 +100,9 @@ def answers(
         texts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         written: list[str] = []
         torch.manual_seed(seed)
-        for first in range(0, len(texts), 4096):
+        for first in range(0, len(texts), BATCH_ANSWERS):
             batch = tokenizer(
-                texts[first : first + 4096],
+                texts[first : first + BATCH_ANSWERS],
                 return_tensors="pt",
                 padding=True,
                 add_special_tokens=False,
@@ -141,14 +142,16 @@ def loops(text: str) -> bool:
     return len(words) >= 48 and f" {text} ".count(" ".join(words[-16:])) >= 3
 
 
-def text_losses(model: Any, tokenizer: Any, folder: Path) -> dict[str, float]:
+def text_losses(
+    model: Any, tokenizer: Any, folder: Path, limit: int | None = None
+) -> dict[str, float]:
     """Return the mean loss of answers, and of general text."""
     found = {}
     for name in (*DOMAINS, "instructions", "general"):
-        rows = [json.loads(line) for line in (folder / f"{name}-test.jsonl").open()]
+        rows = [json.loads(line) for line in (folder / f"{name}-test.jsonl").open()][:limit]
         if name == "general":
             ids = [tokenizer(r["text"], add_special_tokens=False)["input_ids"] for r in rows]
-            encoded = [([tokenizer.pad_token_id], one[: LEFT_OUT["general"]]) for one in ids]
+            encoded = [([tokenizer.pad_token_id], one[:MOST_OF_DOCUMENT]) for one in ids]
         else:
             encoded = [chat(tokenizer, row) for row in rows]
             encoded = [one for one in encoded if len(one[0]) + len(one[1]) <= 1024]
@@ -162,7 +165,7 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL")
     parser.add_argument("--samples", type=int, default=4, help="of each GSM8K problem")
-    parser.add_argument("--limit", type=int, help="most questions and problems of a task")
+    parser.add_argument("--limit", type=int, help="most questions, problems and rows of text")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -184,7 +187,7 @@ def main() -> None:
         model = model.to(options.device).eval()
         line: dict[str, Any] = {
             "model": str(path),
-            "loss": text_losses(model, tokenizer, options.folder),
+            "loss": text_losses(model, tokenizer, options.folder, options.limit),
         }
         line["choices"] = choices(model, tokenizer, asked)
         sampled = [one for one in posed if one.task == "gsm8k"]

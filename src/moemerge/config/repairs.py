@@ -31,6 +31,7 @@ from moemerge.errors import UsageError
 from moemerge.registry import did_you_mean
 
 M = TypeVar("M")
+MERGED = "merged"  # the model to repair, among the models that run
 
 
 class StepSettings(ForwardSettings):
@@ -112,6 +113,11 @@ def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> No
     if not sources:
         raise UsageError(
             "no source given", hint="name each model that was merged: `sources={NAME: MODEL}`"
+        )
+    if MERGED in sources:
+        raise UsageError(
+            f"a source cannot have the name {MERGED!r}, which means the model to repair",
+            hint="choose another name for that source and its text",
         )
     problems = [
         f"data {name!r} has no source of that name{did_you_mean(name, sources)}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from moemerge.checkpoint.reader import OverlaidCheckpoint
 from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelRef
+from moemerge.config.repairs import MERGED as MERGED
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.families.architecture import RouterInfo
 from moemerge.families.opened import OpenModel, open_model
@@ -79,9 +80,6 @@ def with_routers_of(model: OpenModel, donor: OpenModel) -> OpenModel:
     checkpoint = OverlaidCheckpoint(model.checkpoint, overlay)
     checkpoint.label = f"{model.label} with the routers of {donor.label}"
     return OpenModel(model.name, checkpoint, model.architecture)
-
-
-MERGED = "merged"
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ def test_names_must_match_on_both_sides(case, tmp_path):
     )
     refused(case, tmp_path, UsageError, "source 'code' has no data", data={"math": math})
     refused(case, tmp_path, UsageError, "no source given", sources={}, data={})
+    taken = {"merged": case.sources["math"]}  # it would run in place of the model to repair
+    refused(case, tmp_path, UsageError, "the name 'merged'", sources=taken, data={"merged": math})
 
 
 def test_a_source_with_a_router_of_another_shape(case, tmp_path, zoo_folder):
