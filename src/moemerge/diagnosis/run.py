@@ -257,7 +257,8 @@ def _diagnosis(
         [name for name, done in (("calibrate", calibrations), ("refit", refits)) if MODEL in done],
         names,
         elsewhere=[total for total in totals if total.domain not in domains],
-        command=shlex.join([words[0], "OUT", *words[1:]]),
+        # Within another command, the paths may be of folders that it removes.
+        command="" if request.command else shlex.join([words[0], "OUT", *words[1:]]),
     )
     return Diagnosis(
         version=__version__,
