@@ -33,21 +33,21 @@ INSTALLED_BY = {
 # Lines of each package. A package that outgrows its budget has to lose something first.
 BUDGETS = {
     "checkpoint": 4_900,
-    "cli": 3_000,
-    "config": 4_300,
+    "cli": 3_300,
+    "config": 4_700,
     "conversion": 2_350,
-    "diagnosis": 1_600,
+    "diagnosis": 1_650,
     "families": 2_550,
-    "forward": 3_400,
+    "forward": 3_750,
     "kernels": 1_270,
-    "lab": 9_700,
+    "lab": 9_150,
     "merging": 3_800,
-    "methods": 3_000,
-    "repairs": 8_000,
-    "report": 1_400,
+    "methods": 2_950,
+    "repairs": 7_950,
+    "report": 1_450,
     "routing": 2_450,
-    "runtime": 2_000,
-    "statistics": 2_800,
+    "runtime": 2_050,
+    "statistics": 2_600,
     "text": 1_500,
 }
 
@@ -104,7 +104,7 @@ def test_packages_stay_within_their_budgets():
         package = within(path).split("/")[0]
         if package in lines:
             lines[package] += len(path.read_text(encoding="utf-8").splitlines())
-    assert {name: n for name, n in lines.items() if n > 1.1 * BUDGETS[name]} == {}
+    assert {name: n for name, n in lines.items() if n > 1.02 * BUDGETS[name]} == {}
 
 
 def test_every_import_is_declared():

@@ -113,13 +113,13 @@ KINDS: Mapping[str, Kind] = {
     "Fisher statistics": Kind(
         ("math.fisher",), mutations.SAFETENSORS, (("merge", "fisher.yml", "out"),)
     ),
-    "journal": Kind(
-        (".out.journal/key.json", ".out.journal/0000.json", ".out.journal/0001.json"),
-        mutations.JSON,
-        (RESUME,),
-        journal=True,
+    "journal": Kind((".out.journal/key.json",), mutations.JSON, (RESUME,), journal=True),
+    "journal's lines": Kind(
+        (".out.journal/layers.jsonl",), mutations.ROWS, (RESUME,), journal=True
     ),
-    "journal's tensors": Kind((".out.journal/0000.bin",), mutations.BYTES, (RESUME,), journal=True),
+    "journal's tensors": Kind(
+        (".out.journal/0000.safetensors",), mutations.BYTES, (RESUME,), journal=True
+    ),
     "pickle": Kind(
         ("pickled/pytorch_model.bin",),
         mutations.PICKLED,

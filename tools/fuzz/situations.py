@@ -182,7 +182,12 @@ LEFT = (
     *("out.jsonl", ".out.jsonl.completions", ".out.jsonl.judgements", "out/losses"),
     *("out", "out/results.json", "out/answers", "out/answers/sums/math.jsonl", "out/completions"),
     *("out/completions/sums/math.jsonl", "out/judgements", ".out.journal", ".out.journal/key.json"),
-    *(".out.journal/0000.json", ".out.journal/0000.bin", ".out.training", ".out.completions"),
+    *(
+        ".out.journal/layers.jsonl",
+        ".out.journal/0000.safetensors",
+        ".out.training",
+        ".out.completions",
+    ),
     *(".out.judgements", ".out.partial", "out/model.safetensors", "out/config.json", "out/work"),
     *(".out.training/key.json", ".out.training/state.safetensors", "out/README.md"),
 )

@@ -97,7 +97,7 @@ class Journal(WorkFolder):
     def _read(self) -> Iterator[Finished]:
         """Yield layers up to the first one that is incomplete."""
         path = self.folder / LINES
-        lines = path.read_text("utf-8").split("\n")[:-1] if os.path.isfile(path) else []
+        lines = path.read_text("utf-8", "replace").split("\n")[:-1] if os.path.isfile(path) else []
         for number, line in enumerate(lines):
             try:
                 content = json.loads(line)
