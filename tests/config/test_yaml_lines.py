@@ -89,6 +89,7 @@ def test_aliases_and_merge_keys_work():
         ),
         ("a: 1\n1: x\n", "the key 1 is not text: put it in quotes"),
         ("a: " + "9" * 4400, "not valid YAML"),
+        ("a: 0x_", "not valid YAML"),
         ("a: !!python/object:os.system x\n", "x.yml, line 1: a: the tag"),
         ("a: !mine {b: 1}\n", "is not allowed in a config"),
         ("a: *nowhere\n", "undefined alias"),

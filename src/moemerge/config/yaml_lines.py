@@ -188,7 +188,7 @@ def read_all(text: str, where: str) -> list[Document]:
         raise _syntax_error(error, where) from None
     except RecursionError:
         raise ConfigError(f"{where}: the YAML is nested too deeply") from None
-    except ValueError as error:  # a number that Python cannot hold
+    except (ValueError, IndexError) as error:  # a number that Python cannot hold, or `0x_`
         raise ConfigError(f"{where}: not valid YAML: {error}") from None
     if not documents:
         raise ConfigError(f"{where}: the file is empty", hint="a config is a YAML file")
