@@ -115,7 +115,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "journal": Kind((".out.journal/key.json",), mutations.JSON, (RESUME,), journal=True),
     "journal's lines": Kind(
-        (".out.journal/layers.jsonl",), mutations.ROWS, (RESUME,), journal=True
+        (".out.journal/layers.jsonl",), mutations.BYTES, (RESUME,), journal=True
     ),
     "journal's tensors": Kind(
         (".out.journal/0000.safetensors",), mutations.BYTES, (RESUME,), journal=True
